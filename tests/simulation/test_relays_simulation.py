@@ -128,16 +128,20 @@ def test_the_result_is_that_of_a_flat_run(
     }
 
 
+DILOCO = {"overlap_steps": 0, "quorum": 16, "grace_margin": 0.0, "wait": "at_overlap"}
+
+
+@pytest.mark.parametrize("settings", [{}, DILOCO], ids=["overlapping", "diloco"])
 @pytest.mark.parametrize(
     ("relays", "divided_by"), [(SITES, 8), (NESTED, 16)], ids=["two-sites", "relays-of-relays"]
 )
 def test_the_long_link_carries_one_sum_and_one_copy(
-    relays: Sequence[RelaySpec], divided_by: int, tmp_path: Path
+    relays: Sequence[RelaySpec], divided_by: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Two sites of eight learners: within 5 %, without the seed's copy of the initial weights."""
     sizes = [4000] * 4
-    flat = run(tmp_path / "flat", FLAT, sizes, 16)
-    tree = run(tmp_path / "tree", relays, sizes, 16)
+    flat = run(tmp_path / "flat", FLAT, sizes, 16, **settings)
+    tree = run(tmp_path / "tree", relays, sizes, 16, **settings)
     seed = 4 * sum(sizes)
     for ratio in ((flat.received - seed) / (tree.received - seed), flat.sent / tree.sent):
         assert 0.95 * divided_by < ratio < 1.05 * divided_by

@@ -1001,7 +1001,7 @@ class RelayProbed:
 class Collect:
     """Shard → relay: a round of this fragment requests contributions.
 
-    They are merged in time if their sum arrives within ``seconds``.
+    They are merged in time if their sum arrives within ``seconds``. 0: the relay sends at once.
     """
 
     fragment: int

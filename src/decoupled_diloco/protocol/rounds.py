@@ -32,7 +32,7 @@ it could contribute from, it receives no request, and no round waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from decoupled_diloco.protocol import same_data, visits
 from decoupled_diloco.protocol.clock import window_decision
@@ -162,7 +162,7 @@ def _open(
     if round.leaver and not final:
         why = f"{round.leaver} is about to leave, so all learners take part"
     effects: list[SyncerEffect] = [round.opened(why)]
-    effects += _collect(state, now, round)
+    effects += _collect(state, options, now, round)
     note_quorum(state, options, now, round, "")
     for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
@@ -439,7 +439,10 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
     entry = state.fragments[round.fragment]
     if round.closed_at is None or round.final:
         _close(state, options, now, round)
-    ends = [] if round.closed_at is None else _collected(round, _awaits_sums(state, round))
+    ends = _gathered(state, options, round)
+    if round.closed_at is not None and round.collecting:
+        awaiting = _awaiting_sums(state, (*entry.asks.values(), *entry.relayed))
+        ends += _collected(round, awaiting)
     if round.final:
         if round.closed_at is None or round.awaited:
             return ends
@@ -945,12 +948,35 @@ def ask_leaver(
 # Notifications of relays (rule 22); see `relayed`
 
 
-def _collect(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]:
-    """Notify the relays of a round that opens, with the time that their sums have."""
+def _collect(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
+    """Notify the relays of a round that opens, with the time that their sums have.
+
+    Without a delivery window, this is until a quorum has delivered. A device leaves as soon as its
+    contribution is here, so it does not wait for others.
+    """
     round.collecting = tuple(sorted(state.relays))
-    seconds = COPY_SECONDS if round.final else max(0.0, round.deliver_until - now)
+    gathers = round.delivery_over and not options.devices
+    round.gathering = round.collecting if gathers else ()
+    seconds = COPY_SECONDS if round.final or gathers else max(0.0, round.deliver_until - now)
     order = Collect(round.fragment, round.number, seconds)
     return [Send(relay_peer(relay), order, "a round opens") for relay in round.collecting]
+
+
+def _gathered(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
+    """Order the relays to send at once, if what they have completes a quorum and nothing waits.
+
+    A relay with relays behind it receives the order when it has their sums.
+    """
+    entry = state.fragments[round.fragment]
+    if not round.gathering or len(entry.relayed) + len(entry.delivered) < options.quorum:
+        return []
+    if len(entry.delivered.keys() | {ask.learner for ask in entry.relayed}) < options.quorum:
+        return []
+    awaiting = _awaiting_sums(state, entry.relayed)
+    ready = [relay for relay in round.gathering if relay not in awaiting]
+    round.gathering = tuple(relay for relay in round.gathering if relay in awaiting)
+    order = Collect(round.fragment, round.number, 0.0)
+    return [Send(relay_peer(relay), order, "a quorum has delivered") for relay in ready]
 
 
 def _collected(round: Round, awaiting: Collection[str] = ()) -> list[SyncerEffect]:
@@ -961,17 +987,15 @@ def _collected(round: Round, awaiting: Collection[str] = ()) -> list[SyncerEffec
     return [Send(relay_peer(relay), end, "the round's window is over") for relay in notified]
 
 
-def _awaits_sums(state: SyncerState, round: Round) -> set[str]:
-    """Return the relays to which relays behind them will send sums for a round."""
+def _awaiting_sums(state: SyncerState, asks: Iterable[Ask]) -> set[str]:
+    """Return the relays to which relays behind them will send sums with these contributions."""
     found = set[str]()
-    if not (round.collecting and any(state.relays.values())):
-        return found
-    entry = state.fragments[round.fragment]
-    for relay in {ask.relay for ask in (*entry.asks.values(), *entry.relayed)}:
-        upstream = state.relays.get(relay, "")
-        while upstream and upstream not in found:
-            found.add(upstream)
-            upstream = state.relays.get(upstream, "")
+    if any(state.relays.values()):
+        for relay in {ask.relay for ask in asks}:
+            upstream = state.relays.get(relay, "")
+            while upstream and upstream not in found:
+                found.add(upstream)
+                upstream = state.relays.get(upstream, "")
     return found
 
 

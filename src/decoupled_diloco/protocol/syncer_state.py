@@ -353,6 +353,7 @@ class Round:
         folded: The contributions that it merges, once that is decided.
         next_tick: The tick at which the fragment became due again meanwhile.
         collecting: The relays that were notified that it collects, and not yet that it has ended.
+        gathering: The relays that keep what they have until a quorum has delivered.
     """
 
     number: int
@@ -382,6 +383,7 @@ class Round:
     folded: list[Ask] = field(default_factory=list)
     next_tick: int | None = None
     collecting: tuple[str, ...] = ()
+    gathering: tuple[str, ...] = ()
 
     def turn(self, learner: str, *, stepping: bool) -> None:
         """Give a live learner its turn; ``stepping``: it has reported a step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -42,7 +42,7 @@ Further payloads wait undecoded in the transport's bounded pool.
 class InWorker(Protocol):
     """The shard's only worker thread."""
 
-    def run(self, task: Callable[[], _T], /) -> Awaitable[_T]:
+    def run(self, task: Callable[[], _T], /) -> Coroutine[Any, Any, _T]:
         """Run a function after all earlier ones, and return the result of ``task()``."""
 
 

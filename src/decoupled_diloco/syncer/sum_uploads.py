@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -163,17 +163,17 @@ class Sums:
             self._tensors.check_sum(expected.fragment, name, announced.asks)
 
     @executes(messages.FoldSum)
-    async def _fold(self, order: messages.FoldSum) -> None:
+    def _fold(self, order: messages.FoldSum) -> Coroutine[Any, Any, None] | None:
         if order.at:
             self._relays(order.at, replace(order, at=""))
-            return
+            return None
         name = (order.relay, order.number)
-        await self._worker.run(partial(self._tensors.fold_sum, order.fragment, name))
+        return self._worker.run(partial(self._tensors.fold_sum, order.fragment, name))
 
     @executes(messages.DropSum)
-    async def _drop(self, order: messages.DropSum) -> None:
+    def _drop(self, order: messages.DropSum) -> Coroutine[Any, Any, None] | None:
         if order.at:
             self._relays(order.at, replace(order, at=""))
-            return
+            return None
         name = (order.relay, order.number)
-        await self._worker.run(partial(self._tensors.drop_sum, order.fragment, name))
+        return self._worker.run(partial(self._tensors.drop_sum, order.fragment, name))

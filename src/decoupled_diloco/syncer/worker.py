@@ -91,21 +91,20 @@ class Worker:
             self.disk.close()
 
     @executes(messages.Fold)
-    async def _fold(self, order: messages.Fold) -> None:
+    def _fold(self, order: messages.Fold) -> Coroutine[Any, Any, None]:
         counts = (order.steps, order.tokens, order.scale, order.discount)
-        if order.relay:
-            self._relays(order.relay, replace(order, relay=""))
-            note = partial(self.tensors.folded_at_relay, order.fragment, order.ask)
-            await self.run(lambda: note(*counts))
-            return
-        await self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
+        if not order.relay:
+            return self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
+        self._relays(order.relay, replace(order, relay=""))  # now: no later message overtakes it
+        note = self.tensors.folded_at_relay
+        return self.run(partial(note, order.fragment, order.ask, *counts))
 
     @executes(messages.Drop)
-    async def _drop(self, order: messages.Drop) -> None:
+    def _drop(self, order: messages.Drop) -> Coroutine[Any, Any, None] | None:
         if order.relay:
             self._relays(order.relay, replace(order, relay=""))
-            return
-        await self.run(partial(self.tensors.drop, order.fragment, order.ask))
+            return None
+        return self.run(partial(self.tensors.drop, order.fragment, order.ask))
 
     @executes(messages.Merge)
     async def _merge(self, order: messages.Merge) -> Done | Failed | None:

@@ -176,8 +176,6 @@ def test_the_sites_of_a_run_have_relays(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(relays["recommended"]) == {"with relays", "without relays"}
     text = printed(*given)
     assert "the relay of lab saves nothing, because the site has one learner" in text
-    at_once = document(*given, "--overlap", "0")["relays"]["warnings"]
-    assert "with overlap=0 a relay does not wait for all of its learners" in at_once[-1]
     assert "assumed: 10 Gbit/s between a relay and its site's learners" in text
     for extra, message in (
         (("--relay",), "run.toml has [[sites]] with relays already"),

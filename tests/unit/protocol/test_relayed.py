@@ -110,6 +110,15 @@ def test_relays_learn_when_a_round_collects_and_when_it_requests_nothing_more(
     assert all(peers == {"relay:site-a", "relay:site-b"} for peers in notified.values())
 
 
+def test_without_a_delivery_window_relays_wait_for_a_quorum(shard_bench: Any) -> None:
+    """Then they send at once: the round waits for nobody else."""
+    site = Site(shard_bench, "a0", "a1", quorum=2, overlap=0)
+    site.body("a0")
+    assert not site.to_relays(Collect)
+    site.body("a1" if "a1" in site.bench.machine.state.fragments[0].asks else "direct")
+    assert site.to_relays(Collect) == {"relay:site-a": Collect(0, 1, 0.0)}
+
+
 def test_a_sum_is_accepted_only_as_a_whole(shard_bench: Any) -> None:
     """One of its requests is void, so the others are requested again."""
     site = Site(shard_bench, "a0", "a1")

@@ -234,11 +234,6 @@ def _relay_warnings(case: Case) -> Iterator[str]:
                 f"the relay of {site.name} saves nothing, because the site has one learner: "
                 "leave it out"
             )
-    if case.network.has_relays and case.options.overlap == 0:
-        yield (
-            "with overlap=0 a relay does not wait for all of its learners, and sends up to one sum "
-            "for each instead of one per round: raise overlap to at least 1"
-        )
 
 
 def _setting(case: Case) -> dict[str, Any]:
