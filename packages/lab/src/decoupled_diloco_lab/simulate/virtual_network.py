@@ -388,13 +388,15 @@ class Network:
                 latency.
         """
         clockwork, now = self.clockwork, self.clockwork.now
-        start = max(now, sender.link.up_free_at, receiver.link.down_free_at)
-        rate = min(sender.link.up_bytes_per_second, receiver.link.down_bytes_per_second)
-        end = start + nbytes / rate
+        # A slow peer does not occupy a fast link: other payloads pass meanwhile, as with TCP.
+        sent = max(now, sender.link.up_free_at) + nbytes / sender.link.up_bytes_per_second
+        received = max(now, receiver.link.down_free_at)
+        received += nbytes / receiver.link.down_bytes_per_second
+        end = max(sent, received)
         if sender.link.up_bytes_per_second < float("inf"):
-            sender.link.up_free_at = end
+            sender.link.up_free_at = sent
         if receiver.link.down_bytes_per_second < float("inf"):
-            receiver.link.down_free_at = end
+            receiver.link.down_free_at = received
         lives = (sender.life, receiver.life)
         sender.data_sent += nbytes
         number, bottleneck = self._bodies, _bottleneck(sender.link, receiver.link)

@@ -333,13 +333,19 @@ class VirtualServer:
             self._serving.pop(channel, None)
             channel.shut(NOTHING_MORE)
 
-    def handle(self, work: Coroutine[Any, Any, None]) -> None:
+    def handle(self, request: Request, work: Coroutine[Any, Any, None]) -> None:
         """Handle a request in a task of this process."""
         loop = self._place.process.loop
         assert loop is not None
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._handling.discard(task)
+            if task.cancelled():
+                request.fail("the server stops")
+
         task = loop.create_task(work)
         self._handling.add(task)
-        task.add_done_callback(self._handling.discard)
+        task.add_done_callback(ended)
 
 
 class VirtualClient(BodyClient):
@@ -461,7 +467,7 @@ class Request:
             if server is None:
                 self.fail("connection refused")
             else:
-                server.handle(serve(server, self))
+                server.handle(self, serve(server, self))
 
         try:
             self._carry(self.client.process, self.target.process, reach)
