@@ -2130,13 +2130,16 @@ class Connected:
     """A peer has connected. ``greeting``: its first message, or ``None`` if this process dialed.
 
     A process that greets is admitted or rejected, and is not a peer before it is admitted.
-    ``relay`` is the relay through which the connection passes; empty: there is none.
+    ``relay`` is the relay through which the connection passes; empty: there is none. ``shards`` is
+    the number of shards, which a relay learns from each of them. Shard s has the fragments p with
+    p mod ``shards`` = s.
     """
 
     peer: str
     greeting: Hello | Joining | ShardHello | RelayHello | None = None
     connection: int = 0
     relay: str = field(default="", metadata=RARE)
+    shards: int = field(default=1, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)

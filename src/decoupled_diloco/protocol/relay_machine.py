@@ -107,6 +107,7 @@ class Collection:
 class RelayMachineState:
     """The state of a relay; ``upload_seconds`` is the usual time of a sum's upload."""
 
+    shards: int = 1
     fragments: dict[int, Collection] = field(default_factory=dict)
     connected: set[int] = field(default_factory=set)
     upload_seconds: MovingAverage = field(default_factory=MovingAverage)
@@ -158,8 +159,9 @@ class RelayMachine:
         match event:
             case Tick():
                 return []
-            case Connected(peer):
+            case Connected(peer, shards=shards):
                 self.state.connected.add(shard_of(peer))
+                self.state.shards = shards
                 return []
             case Lost(peer):
                 return self._lost(shard_of(peer))
@@ -168,7 +170,12 @@ class RelayMachine:
             case BodyArrived(fragment=fragment) | BodyCorrupt(fragment=fragment):
                 return self._report(fragment, event)
             case SumArrived(relay=relay, fragment=fragment, number=number, asks=asks):
-                self.state.fragments[fragment].sums[relay, number] = asks
+                shard = fragment % self.state.shards
+                if shard not in self.state.connected:
+                    return [
+                        DropSum(fragment, relay, number, "", "the connection to its shard broke")
+                    ]
+                self._collection(shard, fragment).sums[relay, number] = asks
                 return self._report(fragment, event)
             case SumCorrupt(fragment=fragment):
                 return self._report(fragment, event)

@@ -313,7 +313,7 @@ class RelayProcess:
             self._prepare(message)
             link.is_ready = True
             logger.info("relay %s is connected to shard %d of run %s", self.name, shard, self._run)
-            self.driver.deliver(messages.Connected(shard_peer(shard)))
+            self.driver.deliver(messages.Connected(shard_peer(shard), shards=self._shards))
         elif link.is_ready:
             self.driver.deliver(messages.Received(shard_peer(shard), message))
 

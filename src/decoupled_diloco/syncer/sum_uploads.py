@@ -69,9 +69,11 @@ class Sums:
         self._worker = worker
         self._relays = relays
         self._expected: dict[tuple[str, int, int], ExpectedSum] = {}
+        self._connections: set[str] = set()
 
     def begin(self, relay: str, connection: str, fragments: Iterable[int]) -> None:
         """Expect sums of these fragments from a relay that has connected."""
+        self._connections.add(connection)
         known = {
             (each.relay, each.fragment)
             for each in self._expected.values()
@@ -83,6 +85,7 @@ class Sums:
 
     def end(self, connection: str) -> None:
         """Refuse the sums of a connection that is lost."""
+        self._connections.discard(connection)
         gone = [each for each in self._expected.values() if each.connection == connection]
         for expected in gone:
             self._forget(expected)
@@ -142,6 +145,8 @@ class Sums:
             try:
                 verify = partial(self._verify, expected, announced)
                 await self._worker.run(lambda: verify(body.buffer))
+                if expected.connection not in self._connections:
+                    return  # its requests are void, and its number may name another sum
                 fact = messages.SumArrived(
                     relay, fragment, number, announced.asks, expected.upload.nbytes
                 )

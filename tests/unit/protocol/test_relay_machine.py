@@ -15,6 +15,7 @@ from decoupled_diloco.protocol.messages import (
     Connected,
     Done,
     Drop,
+    DropSum,
     Expect,
     Failed,
     Fold,
@@ -166,6 +167,17 @@ def test_what_a_lost_shard_requested_is_forgotten(bench: RelayBench) -> None:
     bench.handle(Connected("shard-0"))
     bench.handle(BodyArrived("child-2", 1, 0, two, Version(1, 0), 1, 8, 100))
     assert not bench.effects, "its request is void"
+
+
+def test_a_sum_may_be_the_first_that_a_relay_hears_of_a_fragment(bench: RelayBench) -> None:
+    """The round has opened before the relay's connection."""
+    bench.handle(Connected("shard-1", shards=2))
+    arrived = SumArrived("inner", 3, 1, (Asking(1, 7),), 100)
+    bench.handle(arrived)
+    assert [(order.peer, order.message) for order in bench.orders(Send)] == [("shard-1", arrived)]
+    bench.handle(Lost("shard-1"))
+    bench.handle(SumArrived("inner", 3, 2, (Asking(1, 8),), 100))
+    assert [order.number for order in bench.orders(DropSum)] == [2]
 
 
 def test_a_sum_of_a_relay_behind_it_goes_into_its_own(bench: RelayBench) -> None:

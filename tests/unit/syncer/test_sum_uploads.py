@@ -295,6 +295,20 @@ async def test_a_sum_that_could_not_be_sent_frees_the_next_number() -> None:
     assert isinstance(fact, messages.SumArrived)
 
 
+async def test_a_sum_that_is_verified_after_its_connection_is_lost_is_forgotten() -> None:
+    """The relay's next connection counts its sums from 1 again."""
+    shard = Shard()
+    verify = shard.tensors.verify_sum
+
+    def lost_meanwhile(*arguments: Any) -> None:
+        verify(*arguments)
+        shard.sums.end("c")
+
+    shard.tensors.verify_sum = lost_meanwhile  # type: ignore[method-assign]
+    shard.facts.append(None)
+    assert await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0)) is None
+
+
 async def test_the_sums_of_a_lost_connection_are_refused() -> None:
     shard = Shard()
     shard.sums.end("c")
