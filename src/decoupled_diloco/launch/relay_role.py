@@ -108,6 +108,7 @@ class RelayRole:
             server=self.server,
             client=self.client,
             run=self.config.run.name,
+            learners=next((s.learners for s in self.config.sites if s.name == self.name), ()),
             tape=tape,
             cache_bytes=self.config.syncer.pool_mib * MIB,
         )
