@@ -199,7 +199,7 @@ function drawWaits() {
     put(item.children[2], "");
   });
   if (!state.open.length && !state.waits.length) {
-    rows(by("idle"), ["Nothing is waiting: no round is open, and all learners train."], makeWait, (item, words) => {
+    rows(by("idle"), ["Nothing is waiting: no round is open, and all learners in the run train."], makeWait, (item, words) => {
       item.dataset.for = "";
       put(item.children[0], words);
     });
