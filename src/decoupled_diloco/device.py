@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config.addresses import is_url
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, RunEndedError, StorageError, TransportError
 from decoupled_diloco.learner.arguments import checkpointer_of, require_model
 from decoupled_diloco.learner.checkpointer import all_stateful
 from decoupled_diloco.learner.launched import launched_as
@@ -65,8 +65,9 @@ logger = logging.getLogger(__name__)
 VISITING = "visiting"
 """Name of the file that exists during a visit."""
 
-PATIENCE = Timeouts(join=3600.0, flush=600.0)
-"""A device waits an hour for the syncer and its place, and ten minutes for its contribution."""
+PATIENCE = Timeouts(join=3600.0, disconnect=60.0, flush=600.0)
+"""A device waits a minute for the syncer, because it can train alone; an hour for its place; and
+ten minutes for its contribution."""
 
 
 class Device:
@@ -85,8 +86,8 @@ class Device:
         auth_token: See `Learner`.
         tls: See `Learner`.
         optimizer: See `Learner`. Its state stays on the device.
-        timeouts: Default: wait an hour for the syncer and for a place (``join``), and ten minutes
-            until the contribution is sent (``flush``).
+        timeouts: Default: wait a minute without a connection (``disconnect``), an hour for a place
+            (``join``), and ten minutes until the contribution is sent (``flush``).
         observability: See `Learner`.
 
     Raises:
@@ -196,16 +197,28 @@ class Device:
                 block is inside another visit of this device.
             AccessError: The syncer rejects the auth token.
             StorageError: The checkpoint cannot be written.
-            TransportError: A limit of ``timeouts`` has passed, or the run has ended.
+            TransportError: A limit of ``timeouts`` has passed, or the run has ended. If the syncer
+                is unreachable, the device can train alone and visit later.
         """
         self._begin_visit()
-        with Learner(self._model, self._connection, **self._arguments()) as learner:
+        with self._join() as learner:
             self._joined(learner)
             try:
                 yield learner
             finally:
                 self._learner = None
         self._left(learner)
+
+    def _join(self) -> Learner:
+        try:
+            return Learner(self._model, self._connection, **self._arguments())
+        except RunEndedError:
+            raise
+        except TransportError as error:
+            advice = "has no weights of the run yet: visit the run later"
+            if self._has_weights:
+                advice = "can continue alone with Device.train() or step(), and visit later"
+            raise TransportError(f"{error}. Device {self.name!r} {advice}") from error
 
     @property
     def _mark(self) -> Path:

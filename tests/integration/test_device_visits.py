@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import decoupled_diloco as dd
+from decoupled_diloco.device import PATIENCE
 from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder
 from decoupled_diloco.protocol.messages import Apply, Fetch, Fold, PlaceGiven, Send
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.page.document import state_of_page
+from decoupled_diloco.show.page.history import PageHistory
+from decoupled_diloco.show.status import WAIT_SECONDS, RunStatus, learners_in_words, status_of
+from decoupled_diloco.show.tables import absences, learner_rows
+from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco.tape import TapeReader
-from integration.real_system import TOKENS, Model, System
+from integration.real_system import TOKENS, Model, System, until
 
 Make = Callable[..., System]
 
@@ -100,6 +110,79 @@ def test_what_a_device_trains_alone_is_merged_at_its_next_visit(make: Make) -> N
         (0, 3.0, 24.0),
         (1, 3.0, 24.0),
     ]
+
+
+@pytest.mark.parametrize("tapes", ["all tapes", "the syncer's tapes"])
+def test_being_away_is_no_failure(make: Make, tapes: str) -> None:
+    system = run(make)
+    phone, other = Phone(system, "phone"), Phone(system, "other", seed=1)
+    for device in (phone, other, phone, other):
+        device.visit(steps=4)
+        device.alone()
+    phone.visit(steps=4)
+    system.stop()
+    if tapes != "all tapes":
+        for name in ("phone", "other"):
+            (system.folder / "tape" / f"{name}.jsonl").unlink()
+    model = read_run(system.folder)
+    status = status_of(model, model.latest)
+    assert [learner.state for learner in status.learners] == ["away", "away"]
+    assert learners_in_words(status) == "no learners, 2 away"
+    assert re.search(r"^other +away ", shown(status), re.MULTILINE)
+    assert state_of_page(model, status, PageHistory())["waits"] == []
+    assert model.account.tokens.left_behind == 0, "it is on the device's disk"
+    assert absences(model) == []
+    assert model.account.time.down == 0
+    header, *rows = learner_rows(model)
+    visits = {row[0]: row[header.index("visits")] for row in rows}
+    assert visits == {"other": "2", "phone": "3"}
+    assert {name: one.steps for name, one in model.learners.items()} == {"other": 11, "phone": 18}
+    assert not any(learner.steps_unrecorded for learner in model.learners.values())
+    assert model.account.tokens.trained == 2 * TOKENS * (11 + 18)
+
+
+def shown(status: RunStatus) -> str:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render_status(status, width=80))
+    return console.export_text()
+
+
+def test_a_quorum_of_devices_that_is_not_met_is_reported(make: Make) -> None:
+    """It counts different devices, whether they are present or not."""
+    system = run(make, quorum=2)
+    phone, other = Phone(system, "phone"), Phone(system, "other", seed=1)
+    for _ in range(3):
+        phone.visit(steps=4)
+    until(lambda: len(effects(system, "shard-0", Fold)) >= 2, "the shard has flushed its tape")
+    model = read_run(system.folder)
+    assert model.rounds_merged == 0
+    assert not any("quorum" in each for each in status_of(model, model.latest).problems)
+    model.duration += 2 * WAIT_SECONDS  # its tape goes on
+    (problem,) = status_of(model, model.latest).problems
+    assert "1 device contributed, but quorum=2 in [sync] needs 2 different ones" in problem
+    other.visit(steps=4)
+    system.stop()
+    assert read_run(system.folder).rounds_merged > 0
+
+
+def test_a_device_can_continue_alone_while_the_syncer_is_unreachable(make: Make) -> None:
+    assert PATIENCE.disconnect == 60.0, "much less than for a place"
+    system = run(make)
+    phone, new = Phone(system, "phone"), Phone(system, "new", seed=1)
+    phone.visit(steps=4)
+    system.stop()
+    limits = dd.Timeouts(join=20.0, disconnect=0.5, flush=20.0)
+    for device, advice in (
+        (phone, "Device 'phone' can continue alone with Device.train() or step(), and visit later"),
+        (new, "Device 'new' has no weights of the run yet: visit the run later"),
+    ):
+        device.device._options = dataclasses.replace(device.device._options, timeouts=limits)
+        with pytest.raises(dd.TransportError) as caught, device.device.visit():
+            pass
+        assert str(caught.value).endswith(advice)
+        assert "Timeouts(disconnect=0.5)" in str(caught.value)
+    phone.alone()
+    assert phone.device.steps == 7
 
 
 def test_a_later_visit_fetches_differences_and_no_whole_copy(make: Make) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import encrypted
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.learner.connections import NEARER_SECONDS
@@ -134,6 +135,12 @@ def test_learners_of_a_lost_relay_go_on_without_it(tmp_path: Path, number: Any) 
         assert longest_step(folder, learner) < STEP_SECONDS_MAX
     assert {relay for _, relay in connections(folder, "learner-2")} == {"site-b"}
     if number == signal.SIGKILL:
+        log = (folder / "logs" / "learner-0.log").read_text()
+        assert re.search(
+            r"learner-0: the relay at http://\S+ no longer connects it to shard \d \(.*\); "
+            r"training continues, and it dials the next address\n",
+            log,
+        )
         remarks = [remark.text for remark in read_run(folder).remarks]
         assert "the relay of site-a has lost its connection to the syncer" in remarks
         assert "the relay of site-a is connected again" in remarks
@@ -250,6 +257,34 @@ def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:
 
         outcome = wait(run, script())
     assert outcome.finished, logs(folder)
+
+
+def test_a_relay_with_another_file_ends_before_the_first_learner_joins(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", run={"learners": 2}, sites=SITES[:1])
+    other = tmp_path / "other.toml"
+    with local_run(config, learners=False) as run:
+        run.start()
+        run.wait_for_shards()
+        run.invite()
+        text = (tmp_path / "run" / "run.toml").read_text()
+        text = text.replace(str(tmp_path / "run"), str(tmp_path / "elsewhere"))
+        secret = ["--auth-token-file", str(run.secret_file)]
+        for old, new, name, sentence in (
+            ('name = "small"', 'name = "b"', "site-a", "of run 'b', but its upstream serves run"),
+            ('"site-a"', '"site-x"', "site-x", "site 'site-x' is not in [[sites]] of run 'small'"),
+            (
+                "    0,\n    1,\n",
+                "    0,\n",
+                "site-a",
+                "site 'site-a' has learners=[0] in this relay's file, but",
+            ),
+        ):
+            assert old in text
+            other.write_text(text.replace(old, new))
+            upstream = ["--upstream", run.addresses[0], "--port", "0"]
+            done = ddiloco("relay", str(other), "--name", name, *upstream, *secret)
+            assert done.returncode == ConfigError.exit_code
+            assert sentence in done.stderr + done.stdout
 
 
 def has_sums_of_one_shard(folder: Path) -> bool:

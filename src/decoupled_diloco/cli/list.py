@@ -119,11 +119,12 @@ def _state_of(run: Path, status: RunStatus) -> str:
 
 def _print(found: list[ListedRun]) -> None:
     from decoupled_diloco.show.console import plain_table
+    from decoupled_diloco.show.status import step_of_budget
     from decoupled_diloco.units import format_duration
 
     table = plain_table("run", "state", "phase", "step", "started", "age", left=_TEXT)
     for each in found:
-        step = f"{each.step}/{each.max_steps}" if each.max_steps else str(each.step)
+        step = step_of_budget(each.step, each.max_steps)
         at = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.started))
         phase = "" if each.phase == each.state else each.phase
         table.add_row(each.run, each.state, phase, step, at, format_duration(each.age_seconds))

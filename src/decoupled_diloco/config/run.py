@@ -508,6 +508,11 @@ class SiteSettings(Settings):
     "--constraint=rack1". They follow those in `[launch.slurm]`, for the relay and the site's
     learners."""
 
+    @property
+    def learner_ids(self) -> tuple[str, ...]:
+        """The names of its learners."""
+        return tuple(f"learner-{number}" for number in self.learners)
+
     @field_validator("learners", mode="after")
     @classmethod
     def _check_learners(cls, value: tuple[int, ...]) -> tuple[int, ...]:

@@ -111,6 +111,7 @@ class RelayRole:
             server=self.server,
             client=self.client,
             run=self.config.run.name,
+            learners=next((s.learners for s in self.config.sites if s.name == self.name), ()),
             tape=tape,
             folder=self.folder / RELAYS / self.name,
             cache_bytes=self.config.syncer.pool_mib * MIB,

@@ -26,7 +26,7 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
 
 def represented(config: RunConfig) -> dict[str, list[str]]:
     """Return the processes that each relay represents, by its name."""
-    relays = {site.name: [f"learner-{n}" for n in site.learners] for site in config.sites}
+    relays = {site.name: list(site.learner_ids) for site in config.sites}
     # A relay before another one also represents the learners behind that one.
     for site in reversed(config.sites):
         if site.upstream:

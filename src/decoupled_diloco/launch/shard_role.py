@@ -251,6 +251,7 @@ class ShardRole:
                 "machine": "shard",
                 "shard": self.shard,
                 "settings": self.config.public(),
+                "sites": {s.name: s.learner_ids for s in self.config.sites},
                 "versions": versions(),
                 "plugins": plugin_versions(),
             },

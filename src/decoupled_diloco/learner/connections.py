@@ -290,8 +290,9 @@ class CoordinatorSession:
             )
 
     def _how_long(self) -> str:
-        limit = self._timeouts.join
-        return "" if limit is None else f" for {limit:g} s (Timeouts.join)"
+        limits = {"join": self._timeouts.join, "disconnect": self._timeouts.disconnect}
+        known = [(limit, name) for name, limit in limits.items() if limit is not None]
+        return " for {:g} s (Timeouts.{})".format(*min(known)) if known else ""
 
     def _at_most(self, pause: float) -> float:
         """Shorten a pause so that no timeout passes during it."""
@@ -574,7 +575,15 @@ class ShardLinks:
             await channel.close(str(error))
             raise
         except TransportError as error:
-            logger.info("%s: shard %d: %s", name, shard, error)
+            address = self.addresses[shard]
+            if address in self.relays and not (here.leaving or here.over):
+                logger.info(
+                    "%s: the relay at %s no longer connects it to shard %d (%s); training "
+                    "continues, and it dials the next address",
+                    *(name, address, shard, error),
+                )
+            else:
+                logger.info("%s: shard %d: %s", name, shard, error)
         finally:
             del self.channels[shard]
             self.alone_since = now()

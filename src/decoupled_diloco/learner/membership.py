@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from decoupled_diloco.config.addresses import require_address
-from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.errors import ConfigError, RunEndedError, TransportError
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.connections import ProcessIdentity
@@ -130,7 +130,7 @@ class Membership:
             while not background.ready:
                 self.raise_failure()
                 if background.is_too_late:
-                    raise TransportError(
+                    raise RunEndedError(
                         f"the run is over: it ended while {self.name} was joining. Its weights are "
                         "in the syncer's run folder"
                     )

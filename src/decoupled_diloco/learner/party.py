@@ -206,7 +206,10 @@ class Solo:
         with process.workers_may_end():
             await self.ending.close(self)
             self.leases.close()
-            self.leave("the run is over" if self.progress.over else "its loop has ended")
+            shared = self.membership.background.shared
+            visits = shared is not None and shared.config.sync.devices is not None
+            end = "its visit has ended" if visits else "its loop has ended"
+            self.leave("the run is over" if self.progress.over else end)
 
     async def requests_stop(self, error: BaseException) -> bool:
         """See `Party`."""

@@ -89,7 +89,10 @@ SHARD = (
     ),
     _gauge("ddiloco_shard_open_rounds", "Open rounds"),
     _gauge("ddiloco_shard_open_round_seconds", "Age of the oldest open round; 0 without one"),
-    _gauge("ddiloco_shard_quorum_learners", "K, the minimum quorum of a round"),
+    _gauge(
+        "ddiloco_shard_quorum_learners",
+        "K, the minimum quorum of a round; absent with devices, which need not be live together",
+    ),
     _gauge(
         "ddiloco_shard_quorum_wait_seconds",
         "Age of the oldest open round without a quorum; 0 without one",

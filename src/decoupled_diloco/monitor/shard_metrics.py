@@ -64,7 +64,7 @@ class ShardMetrics:
 
     def _values(self, space: _Space | None) -> Mapping[str, Callable[[], Values]]:
         shard, state, tally = self._shard, self._shard.machine.state, self._shard.tally
-        fragments = shard.config.sync.fragments
+        fragments, devices = shard.config.sync.fragments, shard.config.sync.devices is not None
         sent, received = planes(BytesMoved.of(shard.server.stats))
         rows = list(self._rows())
         rounds, instant = list(state.rounds.values()), now()
@@ -102,7 +102,7 @@ class ShardMetrics:
             "ddiloco_shard_merge_seconds": lambda: tally.merge_durations,
             "ddiloco_shard_open_rounds": lambda: len(rounds),
             "ddiloco_shard_open_round_seconds": lambda: age([r.opened_at for r in rounds]),
-            "ddiloco_shard_quorum_learners": lambda: shard.config.sync.quorum,
+            "ddiloco_shard_quorum_learners": lambda: None if devices else shard.config.sync.quorum,
             "ddiloco_shard_quorum_wait_seconds": lambda: age([r.opened_at for r in waiting]),
             "ddiloco_shard_learners": lambda: len(state.members),
             "ddiloco_shard_stepping_learners": lambda: state.members_stepping,
@@ -144,6 +144,7 @@ class ShardMetrics:
     def _rows(self) -> Iterator[_Row]:
         """The live learners, and those that disappeared without leaving."""
         state, reports = self._shard.machine.state, self._shard.tally.reports
+        devices = self._shard.config.sync.devices is not None  # they are expected to be away
         connected = self._shard.heard()
         since_epoch = runtime().wall() - now()
         for learner in state.members:
@@ -155,7 +156,7 @@ class ShardMetrics:
             learner
             for learner, heard in self._heard.items()
             if learner not in state.members
-            and (learner not in reports or heard < now() - FORGET_SECONDS)
+            and (devices or learner not in reports or heard < now() - FORGET_SECONDS)
         ]
         for learner in gone:
             del self._heard[learner]

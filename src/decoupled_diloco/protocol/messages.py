@@ -959,18 +959,29 @@ class RelayHello:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteListed:
+    """A site in the run's file, and the numbers of its learners."""
+
+    name: str
+    learners: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RelayAccepted:
     """Shard → relay: the connection is open. ``shards`` are the addresses of all shards.
 
     ``connection`` is a number that the shard never used before. The paths of sums contain it, so a
     sum of an earlier connection cannot be mistaken for one of this connection. ``relayed`` as in
-    `Admitted`.
+    `Admitted`. ``run`` is the run's name, and ``sites`` are those of its file, by which the relay
+    compares its own file.
     """
 
     shard: int
     connection: str
     shards: tuple[str, ...]
     relayed: bool = False
+    run: str = ""
+    sites: tuple[SiteListed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

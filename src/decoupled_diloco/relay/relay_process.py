@@ -92,6 +92,7 @@ class RelayProcess:
         server: Creates the transport's server from the function that serves a channel.
         client: Creates a client that acts as this principal.
         run: The name of the run that this relay is for.
+        learners: The numbers of the site's learners; empty: its file does not list the site.
         tape: The relay's tape.
         folder: For what its sums leave out.
         cache_bytes: The limit for published copies that are kept for the children.
@@ -110,6 +111,7 @@ class RelayProcess:
         server: ServerFactory,
         client: Callable[[str], Client],
         run: str,
+        learners: Sequence[int] = (),
         tape: TapeWriter,
         folder: Path,
         cache_bytes: int,
@@ -117,7 +119,7 @@ class RelayProcess:
         self.name = name
         self._folder = folder
         self.finished = False
-        self._run = run
+        self._run, self._learners = run, learners
         self._ended: set[int] = set()
         self.machine = RelayMachine()
         self.driver: Driver[messages.RelayEvent, messages.RelayEffect] = Driver(
@@ -260,6 +262,7 @@ class RelayProcess:
             if isinstance(received, messages.Refusal):
                 raise AccessError(f"{address} rejects this relay: {received.reason}")
             if isinstance(received, messages.RelayAccepted):
+                self._require_same_run(received)
                 self._found(self._upstream[-1] if received.relayed else address, received)
                 if received.shard != shard and not received.relayed:
                     raise ProtocolError(f"{address} is shard {received.shard}, not {shard}")
@@ -296,6 +299,29 @@ class RelayProcess:
                     await channel.close(f"the relay at {address} is nearer")
                     return
 
+    def _require_same_run(self, accepted: messages.RelayAccepted) -> None:
+        """Compare this relay's file with the run, as soon as a shard has answered.
+
+        Raises:
+            ConfigError: It is of another run, or has other learners for this site.
+        """
+        if accepted.run != self._run:
+            raise ConfigError(
+                f"this relay's file is of run {self._run!r}, but its upstream serves run "
+                f"{accepted.run!r}: use that run's file, or correct --upstream"
+            )
+        listed = {site.name: list(site.learners) for site in accepted.sites}
+        if listed and self.name not in listed:
+            raise ConfigError(
+                f"site {self.name!r} is not in [[sites]] of run {self._run!r}, which lists "
+                f"{', '.join(listed)}: use that run's file, or correct --name"
+            )
+        if listed and self._learners and list(self._learners) != listed[self.name]:
+            raise ConfigError(
+                f"site {self.name!r} has learners={list(self._learners)} in this relay's file, but "
+                f"learners={listed[self.name]} in that of run {self._run!r}: use the same file"
+            )
+
     def _found(self, address: str, accepted: messages.RelayAccepted) -> None:
         """Connect to all shards: through a relay that is upstream, or at their own addresses.
 
@@ -322,11 +348,6 @@ class RelayProcess:
         if self._worker is not None:
             return
         config = read_public(welcome.settings)
-        if config.run.name != self._run:
-            raise ConfigError(
-                f"this relay's file is of run {self._run!r}, but its upstream serves run "
-                f"{config.run.name!r}: use that run's file, or correct --upstream"
-            )
         plan, self._shards = plan_of(Layout.from_text(welcome.layout), config), config.syncer.shards
         tensors = RelayTensors(plan, KeptResiduals(self._folder, welcome.run))
         self.copies.plan = plan

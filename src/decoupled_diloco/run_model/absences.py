@@ -4,6 +4,9 @@ The launcher records how processes end. Shards record expired leases and returni
 learner's own tape shows whether it continued to step in the meantime. If that tape is on another
 machine, the shards have received reports of all steps, but late if a link was cut or the shard was
 stalled. Such steps are spread evenly over the time before the report.
+
+A device is away between two visits, also if a visit broke off. That does not count as an outage,
+unless the launcher has recorded that its process was killed during a visit.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ def _outages(run: RunFacts, member: LearnerLog | ShardLog) -> Iterator[Outage]:
         ending = _ending(run, member.name, life, following)
         life.crashed = ending is not None
         if ending is None:
-            life.ended_at = _end_on_purpose(run, member.name, life)
+            life.ended_at = _end_on_purpose(run, member.name, life, following)
             continue
         life.ended_at, how = ending
         step = run.global_step_by(life.ended_at)
@@ -126,24 +129,36 @@ def _ending(
     until = following.began_at if following else run.duration
     if any(life.began_at <= at <= until for at in run.orders.get(name, [])):
         return None  # the launcher asks only running processes to stop, so it had not crashed
+    is_device = run.has_devices and name in run.learners
+    evictions = [(at, why) for at, why in _evictions(run, name) if life.started_at <= at <= until]
+    if is_device and any(_left(why) for _, why in evictions):
+        return None
     for at, ended in run.ends.get(name, []):
         if life.started_at <= at <= until:
             proper = following is None and (ended.code == 0 or life.over)
             return None if proper else (at, ending_in_words(ended.code, ended.signal))
-    if following is not None:
-        return (life.last_at, "fell silent")
-    for at, reason in _evictions(run, name):
-        if at > life.last_at and not reason.startswith("left") and not life.over:
-            return (life.last_at, "fell silent")
-    return None
+    if is_device:
+        return None
+    silent = any(at > life.last_at and not _left(why) and not life.over for at, why in evictions)
+    return (life.last_at, "fell silent") if following is not None or silent else None
 
 
-def _end_on_purpose(run: RunFacts, name: str, life: ProcessLife) -> float | None:
+def _end_on_purpose(
+    run: RunFacts, name: str, life: ProcessLife, following: ProcessLife | None
+) -> float | None:
     """Return when an incarnation that did not crash ended, if that is on the tape."""
     ends = [at for at, _ in run.ends.get(name, [])]
-    ends += [at for at, reason in _evictions(run, name) if reason.startswith("left")]
-    since = (at for at in ends if at >= life.started_at)
+    ends += [at for at, why in _evictions(run, name) if _left(why)]
+    since = [at for at in ends if at >= life.started_at]
+    if run.has_devices and name in run.learners:
+        broke_off = any(at > life.last_at for at, _ in _evictions(run, name))
+        since += [life.last_at] if broke_off or following is not None else []
     return min(since, default=life.last_at if life.over else None)
+
+
+def _left(reason: str) -> bool:
+    """Whether a shard's reason for an eviction is that the learner has left on purpose."""
+    return reason.startswith("left")
 
 
 def _evictions(run: RunFacts, name: str) -> list[tuple[float, str]]:

@@ -6,7 +6,8 @@ end of the span, or when the learner leaves on purpose. `TIME_PARTS` are its par
 tokens, not seconds. So *discarded* time is stepping time multiplied by the share of the learner's
 tokens that were discarded. A learner is *waiting* if it is ordered to hold (synchronous baselines),
 or if it makes no step for more than ``GAP_MEDIANS`` median steps. In such a gap, one median counts
-as the step. *Other* includes the time after its own end.
+as the step. *Other* includes the time after its own end. A device's time is allocated while it
+visits the run, and its wait for a place is *joining*.
 
 **Goodput** is useful / allocated. The paper counts every step as useful. Its goodput is the
 *stepping* share here, (useful + discarded) / allocated. Its **uptime** is the share of the span in
@@ -198,8 +199,11 @@ def account_for(run: RunFacts) -> RunAccount:
     fragments, folded, span = max(1, run.fragments), _folded(run), run.training_span
     learners = {}
     for name, learner in run.trained.items():
-        tokens = _tokens(learner, fragments, folded.get(name, []))
-        spans = () if span is None else _clipped(_spans(learner, span[1]), *span)
+        may_return = run.has_devices and not run.finished
+        own = folded.get(name, [])
+        tokens = _tokens(learner, fragments, own, may_return=may_return)
+        every_span = () if span is None else _spans(learner, span[1], visits=run.has_devices)
+        spans = () if span is None else _clipped(every_span, *span)
         learners[name] = LearnerAccount(name, _time(spans, tokens), tokens, spans)
     every = learners.values()
     return RunAccount(
@@ -224,8 +228,11 @@ def _time(spans: Iterable[Activity], tokens: TokenAccount) -> TimeAccount:
     return TimeAccount(allocated, stepping - discarded, discarded, **nano)
 
 
-def _spans(learner: LearnerLog, until: float) -> Iterator[Activity]:
-    """Yield a learner's activities, from its process's start to the end of the run or its own."""
+def _spans(learner: LearnerLog, until: float, *, visits: bool) -> Iterator[Activity]:
+    """Yield a learner's activities, from its process's start to the end of the run or its own.
+
+    With ``visits``, it is away between two incarnations, unless its process crashed.
+    """
     median = _median_step(learner)
     for life, following in zip(learner.lives, [*learner.lives[1:], None], strict=True):
         latest = max(until, life.started_at)
@@ -233,10 +240,10 @@ def _spans(learner: LearnerLog, until: float) -> Iterator[Activity]:
         if following is not None:
             end = min(end, following.began_at)
         yield from _spans_of_life(life, end, median)
-        if following is not None:
-            yield Activity("down", end, following.began_at)
-        elif life.crashed:
-            yield Activity("down", end, max(end, until))
+        if life.crashed or (following is not None and not visits):
+            yield Activity(
+                "down", end, max(end, until) if following is None else following.began_at
+            )
 
 
 def _spans_of_life(life: ProcessLife, end: float, median: float) -> Iterator[Activity]:
@@ -354,8 +361,13 @@ def _restored(merged: Iterable[RoundLog]) -> dict[int, dict[int, int]]:
     return found
 
 
-def _tokens(learner: LearnerLog, fragments: int, folded: list[Folded]) -> TokenAccount:
-    """Return one learner's tokens over all of its incarnations."""
+def _tokens(
+    learner: LearnerLog, fragments: int, folded: list[Folded], *, may_return: bool
+) -> TokenAccount:
+    """Return one learner's tokens over all of its incarnations.
+
+    With ``may_return``, what it has not delivered yet is on its disk, or waits at a shard.
+    """
     total = Counter[str]()
     rests: list[tuple[str, Counter[int]]] = []
     # A contribution belongs to the incarnation that was running when it arrived at its shard.
@@ -366,7 +378,8 @@ def _tokens(learner: LearnerLog, fragments: int, folded: list[Folded]) -> TokenA
         parts, rest, brought = count(life, fragments, own)
         total.update(parts)
         total["merged"] -= _settle_brought([earlier for _, earlier in rests], brought)
-        rests.append((_fate_of_the_rest(life), rest))
+        fate = "unsent" if may_return and not life.crashed else _fate_of_the_rest(life)
+        rests.append((fate, rest))
     for fate, rest in rests:
         total[fate] += rest.total()
     return TokenAccount(fragments, **total)

@@ -175,6 +175,11 @@ class RunFacts:
         return max(configured if isinstance(configured, int) else 0, self.fragments_seen)
 
     @property
+    def has_devices(self) -> bool:
+        """Whether the learners are devices, which are away most of the time."""
+        return "devices" in self.settings_of("sync")
+
+    @property
     def rounds_merged(self) -> int:
         return sum(shard.merged for shard in self.shards.values())
 
@@ -821,9 +826,21 @@ def is_learner(process: str) -> bool:
 
 @dataclass
 class SiteLog:
-    """A site: what its relay has sent to all shards, and when a shard has lost it last."""
+    """A site, with the time of its relay.
 
+    Attributes:
+        learners: Its learners according to the run's file; empty if the file does not list it.
+        traffic: What its relay has sent to all shards.
+        connected: When its relay was connected to any shard: begin and end; the last one may be
+            infinite.
+        sums_at: When each of its accepted sums arrived; only for a whole tape.
+        lost_at: When a shard has lost it last.
+    """
+
+    learners: tuple[str, ...] = ()
     traffic: SiteTraffic = field(default_factory=SiteTraffic)
+    connected: list[list[float]] = field(default_factory=list)
+    sums_at: list[float] = field(default_factory=list)
     lost_at: float | None = None
 
 

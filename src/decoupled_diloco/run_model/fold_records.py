@@ -33,6 +33,7 @@ from decoupled_diloco.run_model.facts import (
     Remark,
     RunFacts,
     ShardLog,
+    SiteLog,
     is_learner,
     is_shard,
 )
@@ -127,6 +128,7 @@ class RunModel(RunFacts):
         if header.get("role") == "observer":
             self.observe_only(process)
         if is_shard(process):
+            self._sites_listed(header.get("sites"))
             self._shard(process)
             self._folds[process].started()
             if self._listener is not None:
@@ -136,6 +138,12 @@ class RunModel(RunFacts):
             learner.process, learner.left = "joining", ""
             learner.rate.clear()
             learner.cut_from.clear()
+
+    def _sites_listed(self, sites: Any) -> None:
+        """Record the sites of the run's file, whose relays may never connect."""
+        for name, learners in sites.items() if isinstance(sites, dict) else ():
+            names = map(str, learners) if isinstance(learners, list) else ()
+            self.sites.setdefault(name, SiteLog()).learners = tuple(names)
 
     def _life(self, record: Record) -> ProcessLife | None:
         """Return the incarnation that a record of a learner or shard belongs to."""

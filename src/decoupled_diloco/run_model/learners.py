@@ -22,6 +22,10 @@ def take(run: RunFacts, learner: LearnerLog, life: ProcessLife, value: Any) -> N
             run.count_tokens(learner)
             learner.rate.add(run.at, learner.tokens)
             run.token_rate.add(run.duration, run.tokens)
+        case messages.Began(steps_alone=steps, tokens_alone=tokens) if steps:
+            life.steps += steps
+            life.tokens += tokens
+            run.count_tokens(learner)
         case LossMeasured(_, global_step, _, loss):
             note_loss(run, learner, global_step, loss)
         case messages.Apply(fragment, _, mode, discarded, why):
@@ -80,9 +84,11 @@ def _keep_books(life: ProcessLife, at: float, value: Any) -> None:
             life.steps_at.append(at)
             life.step_tokens.append(tokens)
             life.ledger.stepped(tokens)
-        case messages.Began(kept=kept):
+        case messages.Began(kept=kept, tokens_alone=alone):
+            life.ledger.stepped(alone)  # a device trained them before this visit: no other has them
             for own in kept:
-                life.ledger.restored(own.fragment, _version_key(own.version), own.tokens)
+                earlier = max(0, own.tokens - alone)
+                life.ledger.restored(own.fragment, _version_key(own.version), earlier)
         case messages.Apply(fragment, version, mode, discarded, why):
             life.ledger.applied(fragment, mode, discarded, why)
             life.ledger.holds(fragment, _version_key(version))

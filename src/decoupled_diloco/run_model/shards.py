@@ -65,10 +65,11 @@ class ShardFold:
         self._forget(shard.lost)
         for known in (shard.members, shard.open, shard.paths, shard.folds):
             known.clear()
-        for relay in shard.relays:
-            self._site(relay).lost_at = self._run.at
+        relays = list(shard.relays)
         for of_relays in (shard.relays, shard.relayed, shard.sums):
             of_relays.clear()
+        for relay in relays:
+            self._site_lost(relay)
         shard.greeting, shard.moved, shard.phase = None, (-1, []), "starting"
         self._run.clock_rate.clear()  # a restarted shard's clock may jump back and catch up
 
@@ -169,6 +170,8 @@ class ShardFold:
     def _relay_connected(self, relay: str, upstream: str) -> None:
         site = self._site(relay)
         self._shard.relays[relay] = upstream
+        if not site.connected or not math.isinf(site.connected[-1][1]):
+            site.connected.append([self._run.at, math.inf])
         if site.lost_at is not None:
             self._run.remark(relay, f"the relay of {relay} is connected again")
 
@@ -176,7 +179,7 @@ class ShardFold:
         """Void what a relay has sent in no sum: it comes back empty."""
         run, shard, at = self._run, self._shard, self._run.at
         if shard.relays.pop(relay, None) is not None and shard.phase != "finished":
-            self._site(relay).lost_at = at
+            self._site_lost(relay)
             run.remark(relay, f"the relay of {relay} has lost its connection to the syncer")
         had: dict[int, list[Asking]] = {}
         for ask, each in shard.relayed.items():
@@ -185,6 +188,14 @@ class ShardFold:
         for fragment, asks in had.items():
             problem = "its connection broke"
             self._void(SumLog(relay, fragment, 0, at, tuple(asks), problem=problem))
+
+    def _site_lost(self, relay: str) -> None:
+        """Record that a shard has lost a relay, which is disconnected once all have."""
+        site, at = self._site(relay), self._run.at
+        site.lost_at = at
+        if not any(relay in shard.relays for shard in self._run.shards.values()):
+            for times in site.connected[-1:]:
+                times[1] = min(times[1], at)
 
     def _arrived(self, *name: str | int) -> SumLog | None:
         """Return the sum that an order is about; ``None`` if its arrival is not on the tape."""
@@ -200,7 +211,10 @@ class ShardFold:
         known = [shard.relayed.pop(ask, None) for ask in arrived.asks]
         sizes = [0 if each is None else each.nbytes for each in known]
         arrived.relayed_bytes = sum(sizes)
-        self._site(relay).traffic.accept(arrived.nbytes, sizes)
+        site = self._site(relay)
+        site.traffic.accept(arrived.nbytes, sizes)
+        if self._run.whole:
+            site.sums_at.append(arrived.at)
         if arrived.upstream:
             for ask, nbytes in zip(arrived.asks, chain([arrived.nbytes], repeat(0)), strict=False):
                 shard.relayed[ask] = Relayed(fragment, arrived.upstream, nbytes)
@@ -341,6 +355,11 @@ class ShardFold:
         steps, tokens = report.step - life.steps, report.tokens - life.tokens
         if steps < 1 or tokens < 0:
             return  # another shard's tape has already reported these steps
+        if self._run.has_devices and not life.steps and not report.seconds and steps > 1:
+            # A device trained them alone, at times that no process knows.
+            life.steps, life.tokens = report.step, report.tokens
+            life.ledger.stepped(tokens)
+            return
         self._note_steps(life, steps, tokens, report.seconds)
         life.overwritten = max(life.overwritten or 0, report.discarded_tokens)
         if life.ready_at is None:

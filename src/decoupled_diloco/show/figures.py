@@ -13,7 +13,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from decoupled_diloco.run_model import RunModel
-from decoupled_diloco.run_model.facts import FaultLog, LearnerLog, LossPoint, RoundLog, ShardLog
+from decoupled_diloco.run_model.facts import (
+    FaultLog,
+    LearnerLog,
+    LossPoint,
+    RoundLog,
+    ShardLog,
+    SiteLog,
+)
+from decoupled_diloco.run_model.phrases import many, natural
 from decoupled_diloco.show.charts import (
     LETTER,
     Axis,
@@ -63,6 +71,9 @@ TIMELINE_KEYS = (
     ("idle", "nothing to merge"),
 )
 """Meaning of the timeline's colors and patterns."""
+
+RELAY_KEYS = (("heat1", "relay connected"),)
+"""The same in a run with relays."""
 
 MARKS = {"cross": "ended", "back": "back", "fault": "other fault"}
 """Meaning of the timeline's marks."""
@@ -379,30 +390,36 @@ def _merged_in_order(run: RunModel) -> list[RoundLog]:
 
 
 def timeline_chart(run: RunModel) -> Chart | None:
-    """Return one lane per learner and shard; ``None`` if there is neither."""
+    """Return one lane per learner, shard and site; ``None`` without learners and shards."""
     learners = list(run.trained.values())[:LANES_MAX]
     members: list[LearnerLog | ShardLog] = [*learners, *list(run.shards.values())[:LANES_MAX]]
     if not members:
         return None
-    lane_height = 28.0 if len(members) <= 24 else 16.0
+    lane_height = 28.0 if len(members) + len(run.sites) <= 24 else 16.0
     colors = colors_of(run)
+    sites = [(name, run.sites[name]) for name in sorted(run.sites, key=natural)[:LANES_MAX]]
+    lanes = [*(member.name for member in members), *(f"relay-{name}" for name, _ in sites)]
     names = {member.name for member in members}
     fastest = max((1 / m for one in learners if (m := one.step_seconds_median)), default=0.0)
     shared = [fault for fault in run.faults if fault.target not in names]
     first = TOP if shared else 10.0
-    bottom = first + lane_height * len(members)
+    bottom = first + lane_height * len(lanes)
 
     def draw(canvas: Canvas) -> None:
         letters = 10 if canvas.narrow else 15
-        left = 10 + LETTER * min(letters, max(len(member.name) for member in members))
+        left = 10 + LETTER * min(letters, max(map(len, lanes)))
         x = Axis(0.0, run.duration or 1.0, left, canvas.width - 12)
         _draw_axis(canvas, x, first, bottom, run)
         _draw_shared_faults(canvas, x, bottom, shared)
-        for number, member in enumerate(members):
+        for number, name in enumerate(lanes):
             top = first + lane_height * number + 3
-            shown = member.name if len(member.name) <= letters else member.name[: letters - 1] + "…"
+            shown = name if len(name) <= letters else name[: letters - 1] + "…"
             canvas.text(left - 6, top + lane_height / 2 + 1, shown, "lane", "end")
             lane = _Lane(canvas, x, top, lane_height - 6)
+            if number >= len(members):
+                _draw_site(lane, run, *sites[number - len(members)])
+                continue
+            member = members[number]
             if isinstance(member, LearnerLog):
                 _draw_learner(lane, run, member, fastest, colors[member.name])
             else:
@@ -410,6 +427,8 @@ def timeline_chart(run: RunModel) -> Chart | None:
             _draw_absences(lane, run, member)
 
     counts = f"{len(run.trained)} learners and {len(run.shards)} shards"
+    if run.sites:
+        counts = counts.replace(" and", ",") + f" and {many(len(run.sites), 'relay')}"
     faults = f"{len(run.outages)} outages" if run.outages else "no outage"
     label = f"Activity of {counts} over {format_duration(run.duration)}, {faults}."
     return Chart(label, lambda _: bottom + 38, draw)
@@ -482,6 +501,19 @@ def _draw_rounds(lane: _Lane, shard: ShardLog) -> None:
                 top = lane.top + row * height + 0.5
                 bars.append((begin, top, max(0.6, end - begin), height - 1))
         lane.canvas.rects(bars, fate)
+
+
+def _draw_site(lane: _Lane, run: RunModel, name: str, site: SiteLog) -> None:
+    """Draw when a relay was connected, and a thin bar for each of its sums."""
+    for begin, end in site.connected:
+        until = min(end, run.duration)
+        title = f"relay of {name} connected {format_duration(until - begin)}"
+        lane.rect(begin, until, "heat1", title)
+    shown = site.sums_at[:: max(1, -(-len(site.sums_at) // ROUNDS_MAX))]
+    lane.canvas.rects([(lane.x(at), lane.top + 3, 0.6, lane.height - 6) for at in shown], "merged")
+    for at, ended in run.ends.get(f"relay-{name}", []):
+        if ended.code != 0 and not run.orders.get(f"relay-{name}"):
+            draw_mark(lane.canvas, "cross", lane.x(at), lane.top + lane.height / 2)
 
 
 def _draw_absences(lane: _Lane, run: RunModel, member: LearnerLog | ShardLog) -> None:

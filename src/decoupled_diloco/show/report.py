@@ -21,7 +21,7 @@ from decoupled_diloco.run_model.facts import GAP_MEDIANS
 from decoupled_diloco.run_model.phrases import ABSENT, listing, many, percent
 from decoupled_diloco.show import figures
 from decoupled_diloco.show.charts import DARK, LIGHT, Chart
-from decoupled_diloco.show.figures import TIMELINE_KEYS, timeline_chart
+from decoupled_diloco.show.figures import RELAY_KEYS, TIMELINE_KEYS, timeline_chart
 from decoupled_diloco.show.status import advice_of
 from decoupled_diloco.show.tables import (
     ROUND_PARTS,
@@ -86,7 +86,8 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
         legend=list(figures.colors_of(run).items())[: figures.LEGEND_MAX],
         unnamed=max(0, len(run.trained) - figures.LEGEND_MAX),
         timeline=timeline_chart(run),
-        timeline_keys=TIMELINE_KEYS,
+        timeline_keys=(*TIMELINE_KEYS, *(RELAY_KEYS if run.sites else ())),
+        has_relays=bool(run.sites),
         bars=time_bars(run.account),
         participation=figures.participation_chart(run),
         round_parts=figures.round_parts_chart(run),

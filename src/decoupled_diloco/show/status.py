@@ -28,11 +28,23 @@ from decoupled_diloco.run_model.facts import (
 from decoupled_diloco.run_model.phrases import ABSENT, many, natural, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
+AWAY = "away"
+"""State of a device between two visits."""
+
 CUT_OFF = "cut off"
 """State of a learner that steps, but that no shard can reach."""
 
+NEVER_CONNECTED = "never connected"
+"""State of a site whose relay has connected to no shard yet."""
+
+WAIT_SECONDS = 60.0
+"""Time after which a relay that has never connected, or a quorum of devices, is a problem."""
+
 DIRECT = "direct"
 """How a learner is connected that is behind no relay."""
+
+ABSENT_STATES = ("left", AWAY)
+"""States of learners that are not in the run now, on purpose."""
 
 DISCONNECTED = "disconnected"
 """State of a site whose relay is connected to no shard."""
@@ -67,7 +79,8 @@ class LearnerStatus:
     ``state`` is one of ``stepping``, ``quiet`` (live, but no recent step), ``joining``, ``joined``
     (in the run, before its first step), ``cut off`` (it steps, but no shard can reach it), ``out
     of reach`` (its connection is broken, and its activity is unknown), ``down``, ``restarting``,
-    ``left``, ``finished``, ``ended`` (the launcher asked it to stop before the end of the run).
+    ``away`` (a device between two visits), ``left``, ``finished``, ``ended`` (the launcher asked it
+    to stop before the end of the run).
     """
 
     name: str
@@ -137,8 +150,9 @@ class SiteStatus:
     """A site, whose learners are behind a relay.
 
     ``state`` is one of ``connected`` (to all shards), ``partly connected``, ``disconnected``,
-    ``ended`` (with the run). ``saved_bytes`` is the size of the contributions in its sums, as they
-    arrived at the relay, less that of the sums.
+    ``never connected``, ``ended`` (with the run). ``saved_bytes`` is the size of the contributions
+    in its sums, as they arrived at the relay, less that of the sums. It is slightly negative if
+    each sum has one contribution, because a sum also has a header.
     """
 
     name: str
@@ -207,7 +221,7 @@ class RunStatus:
     shards: tuple[ShardStatus, ...]
     checkpoint: CheckpointStatus | None  # the last complete one
     store: StoreStatus | None  # None: the run has no store
-    sites: tuple[SiteStatus, ...]  # whose relay has connected
+    sites: tuple[SiteStatus, ...]
     remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the start
     problems: tuple[str, ...]
 
@@ -289,11 +303,20 @@ def status_of(
         store=_store(run, as_of),
         sites=sites,
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
-        problems=(
-            *problems,
-            *map(_without_relay, (s for s in sites if s.state == DISCONNECTED and going)),
-            *advice_of(run),
-            *(f"{n} records left out: {why}" for why, n in run.left_out.items()),
+        problems=tuple(
+            filter(
+                None,
+                (
+                    *problems,
+                    *(
+                        _without_relay(site, _merging_seconds(run, as_of)) if going else ""
+                        for site in sites
+                    ),
+                    *(_quorums_of_devices(run, as_of) if going else ()),
+                    *advice_of(run),
+                    *(f"{n} records left out: {why}" for why, n in run.left_out.items()),
+                ),
+            )
         ),
     )
 
@@ -401,14 +424,16 @@ def _site(run: RunModel, name: str, as_of: float, going: bool) -> SiteStatus:
     site, shards = run.sites[name], run.shards.values()
     upstream = [shard.relays[name] for shard in shards if name in shard.relays]
     state = "connected" if len(upstream) == len(shards) else "partly connected"
-    if run.finished or run.interrupted:
+    if not site.connected:
+        state = NEVER_CONNECTED
+    elif run.finished or run.interrupted:
         state = "ended"
     elif not upstream:
         state = DISCONNECTED
     behind, elsewhere = [], []
     for learner in run.learners.values():
         stays = [s for shard in shards if (s := shard.members.get(learner.name)) and s.connected]
-        is_its = learner.site == name
+        is_its = (learner.site == name) if site.connected else learner.name in site.learners
         if any(stay.relay == name for stay in stays) or (is_its and state == "ended"):
             behind.append(learner.name)
         elif is_its and stays:
@@ -429,15 +454,52 @@ def _site(run: RunModel, name: str, as_of: float, going: bool) -> SiteStatus:
     )
 
 
-def _without_relay(site: SiteStatus) -> str:
+def _merging_seconds(run: RunModel, as_of: float) -> float:
+    """Return the time since a shard's clock first moved; 0 if none has."""
+    began = [life.ready_at for shard in run.shards.values() for life in shard.lives]
+    return as_of - min((at for at in began if at is not None), default=as_of)
+
+
+def _without_relay(site: SiteStatus, seconds: float) -> str:
+    """Return what is wrong if a site has no relay after training for this time; empty: nothing."""
     lost = "" if site.lost_seconds is None else f" for {format_duration(round(site.lost_seconds))}"
     count = len(site.elsewhere)
     dial = "dials" if count == 1 else "dial"
     learners = f"; {many(count, 'learner')} of the site now {dial} the shards" if count else ""
-    return (
-        f"the relay of {site.name} has been disconnected{lost}{learners}: if its process has "
-        "ended, start it again"
-    )
+    if site.state == DISCONNECTED:
+        return (
+            f"the relay of {site.name} has been disconnected{lost}{learners}: if its process has "
+            "ended, start it again"
+        )
+    if site.state == NEVER_CONNECTED and seconds > WAIT_SECONDS:
+        return (
+            f"the relay of {site.name} has never connected{learners}: start it with ddiloco relay "
+            f"--name {site.name}, or remove the site from [[sites]]"
+        )
+    return ""
+
+
+def _quorums_of_devices(run: RunModel, as_of: float) -> Iterator[str]:
+    """Warn if contributions of devices have waited for a quorum for long: it may be too high."""
+    quorum = int(run.settings_of("sync").get("quorum", 1))
+    waiting = [
+        (
+            min(at for at, _ in folds.values()),
+            fragment,
+            {fold.learner for _, fold in folds.values()},
+        )
+        for shard in run.shards.values()
+        for fragment, folds in shard.folds.items()
+        if folds and run.has_devices
+    ]
+    since, fragment, devices = min(waiting, default=(as_of, 0, set[str]()), key=lambda w: w[0])
+    if as_of - since > WAIT_SECONDS and len(devices) < quorum:
+        yield (
+            f"fragment {fragment} has not been merged for {format_duration(round(as_of - since))}: "
+            f"{many(len(devices), 'device')} contributed, but quorum={quorum} in [sync] needs "
+            f"{quorum} different ones: let {quorum - len(devices)} more visit the run, or start a "
+            "run with a lower quorum"
+        )
 
 
 def state_of(run: RunModel, learner: LearnerLog, as_of: float) -> str:
@@ -450,6 +512,8 @@ def state_of(run: RunModel, learner: LearnerLog, as_of: float) -> str:
     shards = run.shards.values()
     members = [shard.members[learner.name] for shard in shards if learner.name in shard.members]
     state = _recorded_state(learner, members, as_of)
+    if run.has_devices and (state == "left" or (state == "down" and learner.process != "down")):
+        state = AWAY  # also if its visit broke off
     if run.interrupted and state != "finished":
         return "ended" if learner.name in run.told_to_end else OUT_OF_REACH
     return state
@@ -558,7 +622,18 @@ def headline(status: RunStatus) -> str:
 
 def position(status: RunStatus) -> str:
     """Return the global step, with the budget if there is one."""
-    return f"step {status.step}" + (f"/{status.max_steps}" if status.max_steps else "")
+    return f"step {step_of_budget(status.step, status.max_steps)}"
+
+
+def step_of_budget(step: int, budget: int | None) -> str:
+    """Return a step, which may exceed its budget: learners train on until they receive the end.
+
+    >>> step_of_budget(60, 60), step_of_budget(65, 60), step_of_budget(7, None)
+    ('60/60', '65 (budget 60)', '7')
+    """
+    if not budget:
+        return str(step)
+    return f"{step}/{budget}" if step <= budget else f"{step} (budget {budget})"
 
 
 def learner_cells(learner: LearnerStatus) -> dict[str, str]:
@@ -617,8 +692,17 @@ def site_cells(site: SiteStatus) -> dict[str, str]:
         "sums": str(site.sums),
         "refused": str(site.refused),
         "sent": format_bytes(site.sent_bytes),
-        "saved": format_bytes(site.saved_bytes),
+        "saved": saved_in_words(site.saved_bytes),
     }
+
+
+def saved_in_words(saved_bytes: int) -> str:
+    """Return by how much sums were smaller; "none" if they were larger, by their headers.
+
+    >>> saved_in_words(2048), saved_in_words(-300)
+    ('2.0 KiB', 'none')
+    """
+    return format_bytes(saved_bytes) if saved_bytes > 0 else "none"
 
 
 def budget_share(status: RunStatus) -> float | None:
@@ -630,13 +714,15 @@ def budget_share(status: RunStatus) -> float | None:
 
 def learners_in_words(status: RunStatus) -> str:
     """Return how many of the present learners step; if none does, their state instead."""
-    states = [learner.state for learner in status.learners if learner.state != "left"]
+    states = [learner.state for learner in status.learners if learner.state not in ABSENT_STATES]
     stepping, joined = states.count("stepping"), states.count(JOINED)
+    away = sum(learner.state == AWAY for learner in status.learners)
+    others = f", {away} away" if away else ""
     if stepping or not states:
-        return f"{stepping}/{len(states)} learners" if states else "no learners"
+        return (f"{stepping}/{len(states)} learners" if states else "no learners") + others
     if joined == len(states):
-        return f"{joined} joined, no step finished yet"
-    return f"0/{len(states)} learners" + (f" ({joined} joined, no step yet)" if joined else "")
+        return f"{joined} joined, no step finished yet{others}"
+    return f"0/{len(states)} learners" + (f" ({joined} joined, no step yet)" if joined else others)
 
 
 def advice_of(run: RunModel) -> list[str]:

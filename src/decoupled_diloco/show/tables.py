@@ -23,6 +23,7 @@ from decoupled_diloco.run_model.accounts import (
 from decoupled_diloco.run_model.facts import CutOff, LearnerLog, Outage, RoundLog, ShardLog
 from decoupled_diloco.run_model.phrases import ABSENT, percent
 from decoupled_diloco.show.charts import stacked_bar
+from decoupled_diloco.show.status import saved_in_words
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -255,8 +256,10 @@ def totals(run: RunModel) -> list[Total]:
         rows.append(_total("learners sent", moved.data_sent, format_bytes, received))
         rows.append(_total("control messages", control, format_bytes, "sent and received"))
     for name, site in sorted(run.sites.items()):
-        sent, saved = site.traffic, format_bytes(site.traffic.saved_bytes)
+        sent, saved = site.traffic, saved_in_words(site.traffic.saved_bytes)
         of = f"for {sent.contributions} contributions in {sent.sums} sums, {saved} saved"
+        if not site.connected:
+            of = "its relay has never connected"
         rows.append(_total(f"{name} sent", sent.sent_bytes, format_bytes, of))
     return rows
 
@@ -355,6 +358,8 @@ def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
     """
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
+    if run.has_devices:
+        header[header.index("away")] = "visits"
     rows = [header, *(_learner_row(run, learner) for learner in run.trained.values())]
     texts = [learner.device for learner in run.trained.values()]
     if devices and any(texts):
@@ -374,7 +379,7 @@ def _learner_row(run: RunModel, learner: LearnerLog) -> list[str]:
         loss + (f" ({n} not finite)" if (n := learner.losses_not_finite) else ""),
         percent(run.participation_of(learner)),
         percent(tokens.discarded_share if learner.tokens else None),
-        _away([*learner.outages, *learner.cuts]),
+        str(len(learner.lives)) if run.has_devices else _away([*learner.outages, *learner.cuts]),
         _seconds(learner.gap_seconds_longest),
         _seconds(learner.step_seconds_median),
     ]

@@ -21,9 +21,12 @@ from rich.text import Text
 
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.run_model import FollowedRun, RunModel
+from decoupled_diloco.run_model.facts import TOOK_PART
 from decoupled_diloco.run_model.phrases import clock_face, many, percent
 from decoupled_diloco.show.console import SteadyConsole, named_values, plain_table
 from decoupled_diloco.show.status import (
+    ABSENT_STATES,
+    AWAY,
     LearnerStatus,
     OpenRound,
     RunStatus,
@@ -46,7 +49,7 @@ from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 _STYLES = {
     **dict.fromkeys(("stepping", "running", "connected"), "green"),
-    **dict.fromkeys(("finished", "left", "ended"), "dim"),
+    **dict.fromkeys(("finished", "left", "ended", AWAY), "dim"),
     **dict.fromkeys(("interrupted", "down", "silent", "out of reach", "disconnected"), "bold red"),
     "cut off": "bold yellow",
 }
@@ -66,21 +69,30 @@ REMARKS_MAX = 3
 OPEN_ROUNDS_MAX = 3
 """Number of open rounds shown for each shard, oldest first."""
 
-_LEARNERS_NARROW = ("learner", "state", "steps", "tok/s", "took\npart", "recent")
-_LEARNERS = (*_LEARNERS_NARROW, "rounds\nbehind", "silent")
-_LEARNERS_WIDE = (*_LEARNERS[:-1], "stale\ncopies", "discarded", "silent")
-_DEVICE = "device"  # shown if it is known, and if there is room beside ``_VIA``
+_DEVICE = "device"  # shown if it is known
 _VIA = "via"  # shown in a run with sites
-_LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
-_SHARDS_NARROW = ("syncer", "state", "term", "clock", "merged", "abandoned", "open")
-_SHARDS = (*_SHARDS_NARROW[:-1], "live", "open", "grace", "versions")
+_LEARNERS = (
+    *("learner", "state", _VIA, _DEVICE, "steps", "tok/s", "took\npart", "recent"),
+    *("rounds\nbehind", "stale\ncopies", "discarded", "silent"),
+)
+_LEARNERS_TRAINING = ("learner", "state", _DEVICE, "steps", "tok/s", "loss", "took part")
+_SHARDS = (
+    *("syncer", "state", "term", "clock", "merged", "abandoned", "live", "open", "grace"),
+    "versions",
+)
 _SHARDS_TRAINING = ("syncer", "state", "clock", "merged", "abandoned", "open", "grace")
-_SITES_NARROW = ("site", "state", "learners", "sent", "saved")
-_SITES = (*_SITES_NARROW[:-2], "contributions", "sums", "refused", "sent", "saved")
-"""Columns by command and by width of the terminal."""
+_SITES = ("site", "state", "learners", "contributions", "sums", "refused", "sent", "saved")
+"""Columns by command; those without room are left out."""
 
-BOTH_WIDTH = 96
-"""Columns of a terminal that has room for the way and for the device of each learner."""
+_LEFT_OUT_FIRST = (
+    *("stale\ncopies", _DEVICE, "discarded", "rounds\nbehind", "silent", _VIA, "took\npart"),
+    *("versions", "grace", "live", "term", "refused", "sums", "contributions", "sent"),
+    *("abandoned", "recent", "learners"),
+)
+"""The columns that a narrow terminal leaves out, in this order."""
+
+NAME_WIDTH = 24
+"""Columns for a name; a longer one is wrapped if the table lacks room."""
 
 
 _log = logging.getLogger(__name__)
@@ -101,45 +113,57 @@ LINES_MAX = 24
 def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None) -> RenderableType:
     """Return the full status for a terminal of this size; ``rows=None``: no limit.
 
-    A narrow terminal gets fewer columns. Learners that do not fit are summarized in one row.
+    A narrow terminal gets fewer columns, and a line that names the others. Learners that do not fit
+    are summarized in one row.
     """
+    left_out: list[str] = []
     parts: list[RenderableType] = [*_head(status, width), *_totals(status, width)]
     sites = len(status.sites) if rows is None else min(len(status.sites), SITES_MAX)
     tables = (len(status.shards), sites)
-    used = len(parts) + HEADER_LINES + sum(count + HEADER_LINES for count in tables if count)
+    used = len(parts) + HEADER_LINES + sum(count + HEADER_LINES for count in tables if count) + 1
     room = len(status.learners) if rows is None else max(2, rows - used)
     used += min(room, len(status.learners))
     if status.learners:
-        columns = _LEARNERS_NARROW if width < 56 else _LEARNERS if width < 80 else _LEARNERS_WIDE
-        parts += [Text(""), _learner_table(status, _with_extra(columns, status, width), room)]
+        parts += [Text(""), _learner_table(status, _LEARNERS, room, width, left_out)]
     if status.shards:
-        shown = _SHARDS if width >= 60 else _SHARDS_NARROW
-        parts += [Text(""), _table(shown, map(_shard_row, status.shards))]
+        shards = map(_shard_row, status.shards)
+        parts += [Text(""), _table(_SHARDS, shards, width, left_out)]
     if status.sites:
-        parts += [Text(""), _site_table(status, _SITES if width >= 72 else _SITES_NARROW, sites)]
+        parts += [Text(""), _site_table(status, sites, width, left_out)]
+    missing = _no_room(left_out)
+    parts += missing
     notes = [Text(f"! {each}", style="yellow", overflow="fold") for each in status.problems]
     notes += _dim(_open_lines(status))
     count = REMARKS_MAX if rows is None else max(0, rows - used - len(notes) - 1)
     notes += _dim(f"{clock_face(at)}  {text}" for at, text in status.remarks[-count:] if count)
     if rows is not None:
         notes = notes[: max(0, rows - used - 1)]
-        for line in notes:  # one line each: the terminal has no more
+        for line in (*missing, *notes):  # one line each: the terminal has no more
             line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*parts, *([Text("")] if notes else []), *notes)
 
 
 def render_training(status: RunStatus, left: str) -> RenderableType:
     """Return the display of `ddiloco train`; fits 80 columns. ``left``: the remaining time."""
+    left_out: list[str] = []
     parts: list[RenderableType] = [Text(""), _budget_bar(status, 80, left)]
     if status.learners:
-        columns = _with_device(_LEARNERS_TRAINING, status)
-        parts += [Text(""), _learner_table(status, columns, LEARNERS_MAX)]
+        learners = _learner_table(status, _LEARNERS_TRAINING, LEARNERS_MAX, 80, left_out)
+        parts += [Text(""), learners]
     if status.shards:
-        parts += [Text(""), _table(_SHARDS_TRAINING, map(_shard_row, status.shards))]
+        shards = map(_shard_row, status.shards)
+        parts += [Text(""), _table(_SHARDS_TRAINING, shards, 80, left_out)]
+    parts += _no_room(left_out)
     if status.evaluation_loss is not None:
         loss, where = f"{status.evaluation_loss:.4f}", f" (step {status.evaluation_step})"
         parts += [Text(""), Text.assemble("evaluation loss ", (loss, "bold"), (where, "dim"))]
     return Group(*parts)
+
+
+def _no_room(left_out: Sequence[str]) -> list[Text]:
+    """Return the line that names the columns without room."""
+    names = ", ".join(name.replace("\n", " ") for name in left_out)
+    return _dim([f"no room for: {names} (ddiloco status --json has all)"] if names else [])
 
 
 def _dim(lines: Iterable[str]) -> list[Text]:
@@ -181,9 +205,10 @@ def _budget_bar(status: RunStatus, width: int, left: str) -> Table:
 def _totals(status: RunStatus, width: int) -> list[RenderableType]:
     if status.phase == "empty":
         return []
-    tokens = f"{format_count(status.tokens)} tokens"
-    if status.max_tokens:
-        tokens += f" of {format_count(status.max_tokens)}"
+    tokens, budget = f"{format_count(status.tokens)} tokens", status.max_tokens
+    if budget:
+        is_over, limit = status.tokens > budget, format_count(budget)
+        tokens += f" (budget {limit})" if is_over else f" of {limit}"
     if status.tokens_per_second is not None:
         tokens += f" ({format_count(status.tokens_per_second)}/s)"
     if status.tokens:
@@ -228,65 +253,53 @@ def _store(store: StoreStatus) -> str:
     return text + (f" ({store.problem})" if store.problem else "")
 
 
-def _with_device(columns: Sequence[str], status: RunStatus) -> Sequence[str]:
-    """Return the columns, with the device after the state if it is known."""
-    known = any(learner.device for learner in status.learners)
-    return (*columns[:2], _DEVICE, *columns[2:]) if known else columns
-
-
-def _with_extra(columns: Sequence[str], status: RunStatus, width: int) -> Sequence[str]:
-    """Return the columns, with those that only some runs have if there is room for them."""
-    if columns is _LEARNERS_NARROW:
-        return columns
-    if columns is not _LEARNERS_WIDE or not status.sites or status.has_ended:
-        return _with_device(columns, status)
-    if width >= BOTH_WIDTH:
-        columns = _with_device(columns, status)
-    else:
-        columns = [name for name in columns if name != "stale\ncopies"]
-    return (*columns[:2], _VIA, *columns[2:])
-
-
-def _site_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
+def _site_table(status: RunStatus, room: int, width: int, left_out: list[str]) -> Table:
     """Return a table of the sites; if some do not fit, those with problems come first."""
     sites = list(status.sites)
     if len(sites) > room:
-        sites.sort(key=lambda site: site.state not in ("disconnected", "partly connected"))
+        sites.sort(key=lambda site: site.state in ("connected", "ended"))
         sites = sites[: room - 1]
-    table = _table(columns, map(_site_row, sites))
+    table = _table(_SITES, map(_site_row, sites), width, left_out)
     if len(sites) < len(status.sites):
-        table.add_row(f"… {len(status.sites) - len(sites)} more", *[""] * (len(columns) - 1))
+        table.add_row(f"… {len(status.sites) - len(sites)} more")
     return table
 
 
-def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
+def _learner_table(
+    status: RunStatus, columns: Sequence[str], room: int, width: int, left_out: list[str]
+) -> Table:
     """Return a table of the learners; those that have left are only counted."""
     learners = [learner for learner in status.learners if learner.state != "left"]
     left = len(status.learners) - len(learners)
     room -= bool(left)
     shown = learners if len(learners) <= room else _most_interesting(learners, room - 1)
-    table = _table(columns, map(_learner_row, shown))
-    rest = [""] * (len(columns) - 1)
+    without = {_VIA} if status.has_ended or not status.sites else set[str]()
+    if not any(learner.device for learner in status.learners):
+        without.add(_DEVICE)
+    columns = [name for name in columns if name not in without]
+    table = _table(columns, map(_learner_row, shown), width, left_out)
     if len(shown) < len(learners):
-        table.add_row(f"… {len(learners) - len(shown)} more", *rest)
+        table.add_row(f"… {len(learners) - len(shown)} more")
     if left:
-        table.add_row(Text(f"… {left} left", style="dim"), *rest)
+        table.add_row(Text(f"… {left} left", style="dim"))
     return table
 
 
 def _most_interesting(learners: list[LearnerStatus], room: int) -> list[LearnerStatus]:
     """Return the learners with the most problems, as many as fit, in the order of their names."""
 
-    def health(learner: LearnerStatus) -> tuple[bool, float]:
-        return (learner.state == "stepping", learner.participation_recent or 0.0)
+    def health(learner: LearnerStatus) -> tuple[bool, bool, float]:
+        is_away = learner.state == AWAY
+        return (is_away, learner.state == "stepping", learner.participation_recent or 0.0)
 
     worst = {learner.name for learner in sorted(learners, key=health)[: max(1, room)]}
     return [learner for learner in learners if learner.name in worst]
 
 
 def _learner_row(learner: LearnerStatus) -> dict[str, str | Text]:
-    recent = learner.participation_recent
-    absent = learner.state == "stepping" and recent is not None and recent < 0.5
+    recent, reasons = learner.participation_recent, learner.reasons_recent
+    there = sum(reasons.values()) - reasons.get(AWAY, 0)
+    absent = learner.state == "stepping" and reasons.get(TOOK_PART, 0) < 0.5 * there
     cells: dict[str, str | Text] = {**learner_cells(learner)}
     return cells | {
         "state": _state(learner.state),
@@ -336,11 +349,29 @@ def open_line(round: OpenRound) -> str:
     return f"{text}{format_duration(round.open_seconds)}, waits for {awaited}"
 
 
-def _table(columns: Sequence[str], rows: Iterable[dict[str, str | Text]]) -> Table:
-    table = plain_table(*columns, gap=1, left=columns[:2], wrap=False)
-    for cells in rows:
-        shown = (cells[column.replace("\n", " ")] for column in columns)
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in shown))
+def _table(
+    columns: Sequence[str],
+    rows: Iterable[dict[str, str | Text]],
+    width: int,
+    left_out: list[str],
+) -> Table:
+    """Return a table that fits the width; the columns without room are added to ``left_out``."""
+    cells = [[row[name.replace("\n", " ")] for name in columns] for row in rows]
+    needs = {
+        name: max(map(len, (*name.split("\n"), *column)))
+        for name, column in zip(columns, zip(*cells, strict=True), strict=False)
+    }
+    needs |= {name: min(needs[name], NAME_WIDTH) for name in columns[:1] if needs}
+    without = [name for name in _LEFT_OUT_FIRST if name in needs]
+    while without and sum(needs.values()) + len(needs) - 1 > width:
+        left_out.append(without.pop(0))
+        del needs[left_out[-1]]
+    shown = [name for name in columns if name not in left_out]
+    table = plain_table(*shown, gap=1, left=columns[:2], wrap=False)
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
+    for row in cells:
+        kept = (cell for name, cell in zip(columns, row, strict=True) if name in shown)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in kept))
     return table
 
 
@@ -452,7 +483,7 @@ class ProgressDisplay:
 
     def line(self) -> str:
         status = self.status()
-        there = [learner for learner in status.learners if learner.state != "left"]
+        there = [each for each in status.learners if each.state not in ABSENT_STATES]
         training = [learner for learner in there if learner.state == "stepping"]
         parts = [position(status), f"{format_count(status.tokens)} tokens"]
         if status.tokens_per_second is not None:

@@ -334,7 +334,11 @@ class Shard:
             )
 
     def _accepted(self, connection: str) -> messages.RelayAccepted:
-        return messages.RelayAccepted(self.shard, connection, self._addresses)
+        sites = tuple(messages.SiteListed(s.name, s.learners) for s in self.config.sites)
+        name = self.config.run.name
+        return messages.RelayAccepted(
+            self.shard, connection, self._addresses, run=name, sites=sites
+        )
 
     def _relay_begins(self, session: RelaySession) -> None:
         self.driver.spawn(self._welcome_relay(session))

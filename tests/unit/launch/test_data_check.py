@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.run import SiteSettings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.data_check import require_data
 from decoupled_diloco.launch.doctor.examine import Examined, examine
@@ -112,3 +114,18 @@ def test_exceptions_of_user_code_become_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"for partition 0 of 3: its iterator is empty"):
         require_data(workload, config)
     assert require_data(load_workload("paced", SMALL), config) == 256
+
+
+def test_a_relay_for_one_learner_is_reported(tmp_path: Path) -> None:
+    def found(*sites: dict[str, Any]) -> list[str]:
+        config = config_of(tmp_path, "paced", SMALL).model_copy(
+            update={"sites": tuple(SiteSettings(**site) for site in sites)}
+        )
+        case = Examined(config, (), None, time.monotonic())
+        return [each.text for each in examine(case) if each.check == "sites"]
+
+    lone = {"name": "site-a", "learners": [0]}
+    assert found(lone) == ["a relay for one learner saves no bytes: site-a"]
+    assert found({"name": "site-a", "learners": [0, 1]}) == []
+    before = {"name": "site-b", "learners": [1, 2], "upstream": "site-a"}
+    assert found(lone, before) == [], "its relay also serves those behind it"

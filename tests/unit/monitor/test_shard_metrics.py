@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.sync import DeviceSettings
 from decoupled_diloco.monitor.counters import SECONDS_BOUNDS, Durations, ShardTally
 from decoupled_diloco.monitor.metric_sources import WatchedShard
 from decoupled_diloco.monitor.metric_table import PROCESS, SHARD
@@ -150,6 +152,19 @@ async def test_a_vanished_learner_is_exported_and_one_that_left_is_not(
     assert found["ddiloco_shard_learner_connected", "crashed"] == 0
     assert ("ddiloco_shard_learner_run_step", "crashed") not in found
     assert (heard, "left") not in found
+
+
+async def test_devices_that_are_away_cause_no_alert(shard: WatchedShard) -> None:
+    sync = shard.config.sync.model_copy(update={"devices": DeviceSettings()})
+    config = shard.config.model_copy(update={"sync": sync})
+    metrics = ShardMetrics(dataclasses.replace(shard, config=config))
+    join(shard, "phone")
+    found = await scraped(metrics)
+    assert ("ddiloco_shard_quorum_learners",) not in found, "DilocoQuorumUnmet compares with it"
+    leave(shard, "phone")  # its visit broke off
+    found = await scraped(metrics)
+    assert ("ddiloco_shard_learner_heard_timestamp_seconds", "phone") not in found
+    assert ("ddiloco_shard_quorum_learners",) in await scraped(ShardMetrics(shard))
 
 
 def test_discarded_tokens_are_counted_across_incarnations() -> None:

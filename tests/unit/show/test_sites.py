@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import Markup
 from rich.console import Console
 
 from decoupled_diloco.protocol.messages import (
@@ -22,16 +25,27 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.protocol.syncer_state import SiteTraffic
 from decoupled_diloco.run_model import RunModel, run_of
+from decoupled_diloco.run_model.facts import SiteLog
 from decoupled_diloco.show.explain import explain_round, token_weights
+from decoupled_diloco.show.figures import timeline_chart
 from decoupled_diloco.show.page.document import open_rounds, state_of_page
 from decoupled_diloco.show.page.history import PageHistory
-from decoupled_diloco.show.status import RunStatus, SiteStatus, status_of
+from decoupled_diloco.show.report import render_report
+from decoupled_diloco.show.status import (
+    NEVER_CONNECTED,
+    WAIT_SECONDS,
+    RunStatus,
+    SiteStatus,
+    site_cells,
+    status_of,
+)
 from decoupled_diloco.show.tables import totals
 from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.excerpt import excerpt
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import Parser
+from decoupled_diloco.units import format_duration
 from unit.protocol.conftest import ShardBench
 from unit.protocol.shard_rounds import Site, tick_at
 
@@ -248,12 +262,69 @@ def test_terminal_and_page_list_the_sites(taped: Any) -> None:
     assert "site-a connected" in shown
     assert "site-b disconnected" in shown
     assert "via" in shown
-    assert "contributions" not in text_of(status, width=60)
+    narrow = text_of(status, width=60)
+    assert "refused" not in narrow.partition("no room for: ")[0]
+    assert "refused" in narrow.partition("no room for: ")[2], "it names what it leaves out"
     assert "disconnected" in text_of(status, width=60, rows=30)
     page = state_of_page(model, status, PageHistory())
     assert page["sites"][0] == (
         ["site-a", "connected", "a0, a1", "–", "2", "1", "0", "100 B", "100 B"]
     )
+
+
+def test_a_relay_that_never_connects_is_shown_and_soon_reported(taped: Any, tmp_path: Path) -> None:
+    with TapeWriter(tmp_path / "own", "shard-0", {"sites": {"site-z": ["direct"]}}):
+        pass
+    (listed,) = run_of(TapeReader(tmp_path / "own")).sites.items()
+    assert listed == ("site-z", SiteLog(("direct",)))
+    site = taped("a0")
+    model = site.model()
+    model.sites["site-z"] = listed[1]
+    (began,) = [life.ready_at for life in model.shards["shard-0"].lives]
+
+    def after(seconds: float) -> RunStatus:
+        model.duration = began + seconds
+        return status_of(model, model.latest)
+
+    early = after(WAIT_SECONDS - 1.0)
+    found = early.sites[-1]
+    assert (found.name, found.state, found.elsewhere) == ("site-z", NEVER_CONNECTED, ("direct",))
+    assert early.problems == ()
+    (problem,) = after(WAIT_SECONDS + 1.0).problems
+    assert problem.startswith("the relay of site-z has never connected; 1 learner of the site now")
+    assert "site-z never connected" in text_of(early)
+    assert "its relay has never connected" in [t.detail for t in totals(model)]
+
+
+def test_a_relay_for_one_learner_saves_nothing(taped: Any) -> None:
+    site = taped("a0")
+    site.sum("site-a", site.body("a0", nbytes=90))  # the sum is larger, by its header
+    merged(site)
+    (found,) = site.status().sites
+    assert found.saved_bytes == -10
+    assert site_cells(found)["saved"] == "none"
+    assert "for 1 contributions in 1 sums, none saved" in [t.detail for t in totals(site.model())]
+
+
+def test_the_chart_of_activity_shows_when_relays_were_connected(taped: Any) -> None:
+    site = taped("a0", "b0")
+    site.sum("site-a", site.body("a0"))
+    site.lose("site-b", "b0")
+    tick_at(site.bench, site.bench.now + 5.0)
+    model = site.model()
+    ends = {name: log.connected[-1][1] for name, log in model.sites.items()}
+    assert math.isinf(ends["site-a"])
+    assert ends["site-b"] < model.duration
+    assert len(model.sites["site-a"].sums_at) == 1
+    drawn = Markup(timeline_chart(model))
+    lanes = re.findall(r'class="lane">([^<]+)<', drawn.split("</svg>")[0])
+    assert lanes[-3:] == ["shard-0", "relay-site-a", "relay-site-b"]
+    for name, (begin, end) in (
+        ("site-a", (0.0, model.duration)),
+        ("site-b", (0.0, ends["site-b"])),
+    ):
+        assert f"relay of {name} connected {format_duration(end - begin)}" in drawn
+    assert "relay connected" in render_report(model)
 
 
 def test_many_sites_are_counted_and_those_with_problems_come_first(taped: Any) -> None:
@@ -275,6 +346,8 @@ def test_a_running_syncer_serves_what_the_sites_need(taped: Any) -> None:
     served = RunModel()
     parser = Parser(site.folder, [])
     served.take_all(filter(None, map(parser.parse, excerpt(text, detail=False).splitlines())))
+    for log in whole.sites.values():
+        log.sums_at.clear()  # only whole tapes keep these instants
     assert served.sites == whole.sites
 
 

@@ -12,7 +12,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.protocol.messages import NOTHING_NEW, Participant, RoundFinished, Tick
 from decoupled_diloco.run_model import RunModel, run_of
 from decoupled_diloco.run_model.accounts import account_for
-from decoupled_diloco.show.status import RunStatus, headline, status_of
+from decoupled_diloco.show.status import RunStatus, headline, position, status_of
 from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.reader import TapeReader
@@ -269,8 +269,30 @@ def test_a_long_remark_is_wrapped_and_not_truncated(records):
 def test_the_status_fits_its_width(records, width):
     text = text_of(at(records, 50.0), width)
     assert max(map(len, text.splitlines())) <= width
-    if width >= 80:
-        assert "…" not in text.split("\n\n")[1], "the learners' table is truncated"
+    assert "…" not in text, "a table is truncated"
+    left_out = " ".join(text.split()).partition("no room for: ")[2].partition(" (ddiloco")[0]
+    tables = text.partition("no room for: ")[0].partition("\n\n")[2]
+    for column in ("stale copies", "discarded", "silent", "versions", "grace"):
+        assert (column.split()[-1] in tables) != (column in left_out), column
+
+
+def test_a_long_name_is_wrapped(records):
+    status = at(records, 50.0)
+    long = replace(status.learners[0], name="a-name-without-an-end-" * 2)
+    text = text_of(replace(status, learners=(long, *status.learners[1:])), 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert long.name in "".join(line.split(" ")[0] for line in text.splitlines())
+
+
+def test_progress_beyond_the_budget_names_the_budget(records):
+    """Learners train on until they receive the end."""
+    status = at(records, 50.0)
+    within = replace(status, step=60, max_steps=60, tokens=100, max_tokens=100)
+    beyond = replace(within, step=65, tokens=120)
+    assert position(within) == "step 60/60"
+    assert position(beyond) == "step 65 (budget 60)"
+    assert "100 tokens of 100" in text_of(within)
+    assert "120 tokens (budget 100)" in text_of(beyond)
 
 
 def test_a_low_terminal_shows_learners_with_problems(records):

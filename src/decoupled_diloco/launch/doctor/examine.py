@@ -71,6 +71,7 @@ def examine(case: Examined) -> Iterator[Finding]:
         ranks = sum(map(config.learner.ranks_of, range(learners)))
         yield machine.judge_cores(cores, learners, ranks, config.learner.threads)
         yield _devices(config, learners)
+        yield from _sites(config)
     omp = os.environ.get("OMP_NUM_THREADS")
     yield machine.judge_threads(omp, torch.get_num_threads(), cores)
     process_bytes = machine_facts.process_bytes()
@@ -164,6 +165,15 @@ def _disk(case: Examined, model: machine_facts.ModelFacts | None) -> Finding:
     except DilocoError as problem:
         return error("disk", str(problem), "choose another folder with --set run.folder=…")
     return machine.judge_disk(found, need)
+
+
+def _sites(config: RunConfig) -> Iterator[Finding]:
+    """Find relays that save nothing: no other learner shares their copies and sums."""
+    upstream = {site.upstream for site in config.sites}
+    lone = [s.name for s in config.sites if len(s.learners) == 1 and s.name not in upstream]
+    if lone:
+        text = f"a relay for one learner saves no bytes: {', '.join(lone)}"
+        yield warning("sites", text, "remove it from [[sites]], or list more learners there")
 
 
 def _here(config: RunConfig) -> Iterator[Finding]:

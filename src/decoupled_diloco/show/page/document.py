@@ -25,6 +25,8 @@ from decoupled_diloco.run_model.phrases import (
 )
 from decoupled_diloco.show.page.history import LINES_MAX, PageHistory, charts_of
 from decoupled_diloco.show.status import (
+    ABSENT_STATES,
+    AWAY,
     JOINED,
     ROUTINE,
     LearnerStatus,
@@ -124,7 +126,7 @@ def _run(status: RunStatus) -> Document:
 def _cards(status: RunStatus, history: PageHistory) -> list[list[str]]:
     """Return the numbers at the top: name, value, detail."""
     training = sum(learner.state == "stepping" for learner in status.learners)
-    there = sum(learner.state != "left" for learner in status.learners)
+    there = sum(learner.state not in ABSENT_STATES for learner in status.learners)
     cards = [
         [
             "global step",
@@ -317,7 +319,7 @@ def not_training(run: RunModel, status: RunStatus) -> list[list[str]]:
         ]
     groups: defaultdict[str, list[LearnerStatus]] = defaultdict(list)
     for learner in status.learners:
-        if learner.state not in ("stepping", "finished"):
+        if learner.state not in ("stepping", "finished", AWAY):
             groups[learner.state].append(learner)
     for state, learners in groups.items():
         if len(learners) > NAMES_MAX:

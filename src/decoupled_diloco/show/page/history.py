@@ -21,7 +21,7 @@ from decoupled_diloco.run_model.facts import Rate
 from decoupled_diloco.run_model.phrases import listing, natural
 from decoupled_diloco.show.charts import Canvas, Chart, Frame, Point, framed
 from decoupled_diloco.show.figures import COLORS, loss_limits, time_unit
-from decoupled_diloco.show.status import state_of
+from decoupled_diloco.show.status import ABSENT_STATES, state_of
 from decoupled_diloco.units import format_count
 
 SAMPLES_MAX = 360
@@ -37,7 +37,7 @@ MEDIAN, LOW, HIGH = "median", "first tenth", "last tenth"
 POINTS_MAX = 900
 """Approximate maximum of points in all lines of a chart, which is sent again at each sample."""
 
-AWAY_STATES = ("left", "finished", "ended")
+AWAY_STATES = (*ABSENT_STATES, "finished", "ended")
 """States in which a learner's time does not count."""
 
 GROUPS = {

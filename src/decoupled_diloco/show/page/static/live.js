@@ -4,10 +4,10 @@ const LANES = 40;
 const SVG = "http://www.w3.org/2000/svg";
 const CSS_OF = {
   stepping: "training", quiet: "waiting", joining: "joining", joined: "joining", restarting: "joining", starting: "joining",
-  restoring: "joining", "waiting for learners": "joining", down: "down", disconnected: "down", "partly connected": "waiting", "cut off": "cutoff",
-  "out of reach": "cutoff", running: "merged", closing: "grace", left: "gone", finished: "gone", ended: "gone",
+  restoring: "joining", "waiting for learners": "joining", down: "down", disconnected: "down", "never connected": "down", "partly connected": "waiting", "cut off": "cutoff",
+  "out of reach": "cutoff", running: "merged", closing: "grace", left: "gone", away: "gone", finished: "gone", ended: "gone",
 };
-const WELL = new Set(["stepping", "running", "closing", "finished", "left", "ended"]);
+const WELL = new Set(["stepping", "running", "closing", "finished", "left", "away", "ended"]);
 const ORDER = new Intl.Collator("en", { numeric: true });
 const by = (id) => document.getElementById(id);
 
@@ -199,7 +199,7 @@ function drawWaits() {
     put(item.children[2], "");
   });
   if (!state.open.length && !state.waits.length) {
-    rows(by("idle"), ["Nothing is waiting: no round is open, and all learners train."], makeWait, (item, words) => {
+    rows(by("idle"), ["Nothing is waiting: no round is open, and all learners in the run train."], makeWait, (item, words) => {
       item.dataset.for = "";
       put(item.children[0], words);
     });
