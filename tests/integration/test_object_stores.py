@@ -1,4 +1,4 @@
-"""Mirrors, leases and checkpoints against servers that are slow, away, or refuse.
+"""Mirrors, leases and checkpoints against servers that are slow or unreachable, or refuse.
 
 Most tests use S3. The clouds differ in their requests and answers, so some tests use each of them.
 """
@@ -122,7 +122,7 @@ def test_the_backlog_of_an_outage_is_reported_and_drains(
     journal = folder / "durable/shard-0/00000001.journal"
     journal.write_bytes(journal.read_bytes() + b"x" * 50_000)
     away = following.until(lambda found: found.problem and found.backlog_bytes >= 50_000)
-    assert away.problem.startswith(f"store={address!r} is away (")
+    assert away.problem.startswith(f"store={address!r} is unreachable (")
     server.come_back()
     back = following.until(lambda found: not found.problem and found.state > away.state)
     assert back.backlog_bytes < 50_000
@@ -394,9 +394,9 @@ def test_a_corrupt_checkpoint_is_skipped_and_an_outage_is_not(
     assert found.steps == 1
     assert "the one before it is used" in other.problems[0]
     server.go_away()
-    with pytest.raises(StorageError, match="is away"):
+    with pytest.raises(StorageError, match="is unreachable"):
         other.newest()
-    with pytest.raises(StorageError, match="is away"):
+    with pytest.raises(StorageError, match="is unreachable"):
         own.save(checkpoint(3))
 
 

@@ -183,7 +183,7 @@ def test_training_continues_while_the_store_is_away_and_the_backlog_drains(
         syncer = (folder / "addresses").read_text().split()[0]
         secret = ["--auth-token-file", str(folder / "token")]
         for shown in (output_of("status", str(folder)), output_of("status", syncer, *secret)):
-            assert f"store={address!r} is away" in "".join(shown.split("\n"))
+            assert f"store={address!r} is unreachable" in "".join(shown.split("\n"))
         until(lambda: clock_of(folder) >= began + 40, "forty more steps", 60)
         before = stored(folder)
         server.come_back()

@@ -76,7 +76,7 @@ def test_an_interrupted_copy_is_repeated(
 
     def fail_at_the_end(objects: Objects, folder: Path, path: str, file: object) -> None:
         if path == "run.toml":
-            raise StorageError("the store is away")
+            raise StorageError("the store is unreachable")
         restore_file(objects, folder, path, file)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
@@ -109,9 +109,9 @@ def test_a_resumed_run_does_not_wait_for_a_store_that_is_away(
     config = config_of(tmp_path / "run", "s3://bucket/x")
     with caplog.at_level(logging.WARNING):
         require_store_usable(config, resume=True)
-    assert "is away" in caplog.text
+    assert "is unreachable" in caplog.text
     assert "the run continues, and the mirror retries" in caplog.text
-    with pytest.raises(StorageError, match="is away"):
+    with pytest.raises(StorageError, match="is unreachable"):
         require_store_usable(config, resume=False)
 
 
