@@ -115,10 +115,14 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """The name of an object below the store's address, and its size in bytes."""
+    """The name of an object below the store's address, and its size in bytes.
+
+    ``modified`` is when it was written, seconds since the Unix epoch by the store's clock.
+    """
 
     name: str
     nbytes: int
+    modified: float
 
 
 class Objects:
@@ -221,7 +225,13 @@ class Objects:
             for meta in page:
                 # Not every store takes `offset` into account.
                 if str(meta["path"]).startswith(f"{prefix}/") and str(meta["path"]) > after:
-                    yield StoredObject(str(meta["path"]), int(meta["size"]))
+                    modified = meta["last_modified"].timestamp()
+                    yield StoredObject(str(meta["path"]), int(meta["size"]), modified)
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders in a folder, in order."""
+        found = self._request(lambda: _obstore().list_with_delimiter(self._store, prefix))
+        return sorted(str(each).rpartition("/")[2] for each in found["common_prefixes"])
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that do not exist count as deleted."""
