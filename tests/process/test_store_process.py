@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.launch.processes import MIRROR
-from decoupled_diloco.storage.mirror import newest_state
+from decoupled_diloco.storage.mirror import (
+    StoredPart,
+    newest_state,
+    required_state,
+    restore,
+)
 from decoupled_diloco.storage.object_store import Objects
 from decoupled_diloco.tape.replay import replay_run
 from free_ports import free_ports
@@ -205,6 +210,51 @@ def test_shards_on_two_machines_continue_on_one_from_the_store_alone(
         assert clock_of(other, shard, second) >= clock, "the state is whole"
     results, _ = replay_run(other)
     assert {r.process: r.differences for r in results if r.differences} == {}
+
+
+@pytest.mark.long
+def test_shards_of_a_lost_machine_continue_their_part_on_another_one(
+    tmp_path: Path, server: ObjectServer
+) -> None:
+    address = server.address("runs/replaced")
+    run = {"max_steps": 10_000, "store": address, "store_interval_seconds": 2.0}
+    commands = on_two_machines(tmp_path, run)
+    shutil.copy(tmp_path / "b.toml", tmp_path / "c.toml")
+    of_c = [
+        [each.replace(f"{tmp_path}/b.toml", f"{tmp_path}/c.toml") for each in command_line]
+        for command_line in commands[1:3]
+    ]
+
+    def part_of_newest() -> StoredPart | None:
+        state = newest_state(Objects(address))
+        return None if state is None else state.parts.get("shard-1")
+
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(stopped_at_exit(command(*each))) for each in commands]
+        until(part_of_newest, "a state with the part", 90, every=0.2)
+        kill_with_mirrors(running[1:3])
+        lost = part_of_newest()
+        assert lost is not None
+        warning = "has files of part shard-1 from"
+        until(lambda: warning in output_of("status", str(tmp_path / "a")), "the warning", 60)
+        folder = f"run.folder={tmp_path / 'c'}"
+        running[1:3] = [
+            stack.enter_context(stopped_at_exit(command(*each, "--set", folder))) for each in of_c
+        ]
+
+        def continues() -> bool:
+            part = part_of_newest()
+            return part is not None and part.number >= lost.number + 3
+
+        until(continues, "newer states of the part", 90, every=0.2)
+        shown = output_of("status", str(tmp_path / "a"))
+        kill_with_mirrors(running)
+    assert warning not in shown
+    other = tmp_path / "other"
+    restore(Objects(address), other, required_state(Objects(address)))
+    of_shard = (other / "tape/shard-2.jsonl").read_bytes()
+    assert of_shard
+    assert (tmp_path / "c/tape/shard-2.jsonl").read_bytes().startswith(of_shard)
 
 
 @pytest.mark.long
