@@ -68,7 +68,7 @@ PARTS_SECONDS = 600.0
 """After the end of the run, shard 0's mirror gives up when the parts add nothing for this long."""
 
 STALE_INTERVALS = 3
-"""A part is reported if its files are older than this many intervals."""
+"""A part is reported if its mirror has written nothing for about this many intervals."""
 
 LAST_SECONDS = 30.0
 """After the end of the run, the mirror gives up when it has uploaded nothing for this long."""
@@ -238,6 +238,7 @@ class _Completeness:
         self._mirror, self._shards = mirror, shards
         self._stale_seconds = STALE_INTERVALS * interval_seconds
         self._lacks, self._since = "", 0.0
+        self._named: dict[str, tuple[int, int]] = {}  # a part's state, and the first one with it
 
     def lacking(self, *, last: bool) -> str:
         """Return why the run would lose much work if it continued from the store; else ``""``."""
@@ -246,7 +247,7 @@ class _Completeness:
             self._lacks, self._since = lacks, now()
         if lacks and (last or now() - self._since >= self._stale_seconds):
             return lacks
-        return self._stale_part()
+        return "" if last else self._stale_part()
 
     def awaited(self) -> str:
         """Return which results other folders or processes have yet to add; else ``""``."""
@@ -285,11 +286,16 @@ class _Completeness:
         if state is None:
             return ""
         for name, part in state.parts.items():
-            if (seconds := state.wall - part.wall) > self._stale_seconds:
+            known, first = self._named.get(name, (0, 0))
+            if known != part.number:
+                self._named[name] = part.number, state.number
+            # Both mirrors write two states per interval. Clocks of machines may differ.
+            elif state.number - first >= 2 * STALE_INTERVALS:
+                older = format_duration(round(max(0.0, state.wall - part.wall)))
                 return (
                     f"store={self._mirror.objects.address!r} has files of part {name} from "
-                    f"{part.host} that are {format_duration(round(seconds))} older than the rest: "
-                    f"check that {name} and its mirror run there"
+                    f"{part.host} that are {older} older than the rest: check that {name} and its "
+                    "mirror run there"
                 )
         return ""
 

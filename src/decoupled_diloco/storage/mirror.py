@@ -56,7 +56,7 @@ MANIFESTS, OBJECTS, PARTS = "manifests", "objects", "parts"
 STANDING = "store.json"
 """The file in the run folder that names the state in the store which the folder continues."""
 
-FORMAT = 1
+FORMAT = 2
 
 STATES_KEPT = 2
 """The newest states whose objects stay in the store."""
@@ -872,8 +872,8 @@ class Mirror:
     def _delete_orphans(self, needed: set[str]) -> None:
         """Delete what other processes have left that wrote to this address before.
 
-        A process that continues from the newest state uploads its objects after it. So what is
-        newer than that state stays.
+        A process that continues from the newest state uploads its objects after it. So what is not
+        older than that state stays. Some stores have times in whole seconds.
         """
         place, newest = _place(self.part), _manifest(self.number, self.part)
         kept = needed | {_manifest(each.number, self.part) for each in self._kept}
@@ -884,7 +884,7 @@ class Mirror:
                 found += self.objects.listed(f"{at}{folder}")
         written = max((each.modified for each in found if each.name == newest), default=0.0)
         mine = f"{place}{OBJECTS}/{self.writer}/"  # may become part of the next state
-        orphans = (each.name for each in found if each.modified <= written)
+        orphans = (each.name for each in found if each.modified < written)
         self.objects.delete([n for n in orphans if n not in kept and not n.startswith(mine)])
         self._orphans_deleted = True
 

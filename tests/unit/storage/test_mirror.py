@@ -351,9 +351,9 @@ def test_a_copy_has_only_the_parts_that_are_needed(folder: Path, objects: Object
     ("text", "message"),
     [
         (b"{", "is not a manifest of a run"),
-        (b'{"format": 9}', "has format=9, but this version reads only 1"),
+        (b'{"format": 9}', "has format=9, but this version reads only 2"),
         (
-            b'{"format": 1, "number": 1, "run": "", "name": "", "writer": "", "host": "", '
+            b'{"format": 2, "number": 1, "run": "", "name": "", "writer": "", "host": "", '
             b'"wall": 0, "after": 0, "parts": {}, "files": {"../x": [0, ""]}}',
             "is not a path in a run folder",
         ),
