@@ -1,4 +1,4 @@
-"""Mirrors, leases and checkpoints against servers that are slow, away, or refuse.
+"""Mirrors, leases and checkpoints against servers that are slow or unreachable, or refuse.
 
 Most tests use S3. The clouds differ in their requests and answers, so some tests use each of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -79,13 +80,18 @@ def folder(tmp_path: Path) -> Path:
 class Following:
     """A mirror that follows a folder in a thread."""
 
-    def __init__(self, folder: Path, address: str, *, retries: int = 0) -> None:
+    def __init__(
+        self, folder: Path, address: str, *, retries: int = 0, part: str = "", shards: int = 0
+    ) -> None:
         self.folder, self.stop = folder, threading.Event()
-        self.mirror = Mirror(folder, Objects(address, retries=retries, request_seconds=5.0), "x")
+        objects = Objects(address, retries=retries, request_seconds=5.0)
+        self.mirror = Mirror(folder, objects, "x", part)
         self._pool = ThreadPoolExecutor(1)
         tape = open_tape(folder, MIRROR, {"machine": MIRROR})
         self._tape = tape
-        self._ended = self._pool.submit(follow, self.mirror, tape, 0.1, self.stop)
+        self._ended = self._pool.submit(
+            follow, self.mirror, tape, 0.1, self.stop, lambda: False, shards
+        )
 
     def status(self) -> StoreStatus | None:
         if not (self.folder / "tape" / f"{MIRROR}.jsonl").exists():
@@ -102,6 +108,10 @@ class Following:
                 self.stop.set()  # otherwise, the thread would follow forever
                 raise AssertionError(found)
             time.sleep(0.05)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
 
     def end(self) -> None:
         self.stop.set()
@@ -122,7 +132,7 @@ def test_the_backlog_of_an_outage_is_reported_and_drains(
     journal = folder / "durable/shard-0/00000001.journal"
     journal.write_bytes(journal.read_bytes() + b"x" * 50_000)
     away = following.until(lambda found: found.problem and found.backlog_bytes >= 50_000)
-    assert away.problem.startswith(f"store={address!r} is away (")
+    assert away.problem.startswith(f"store={address!r} is unreachable (")
     server.come_back()
     back = following.until(lambda found: not found.problem and found.state > away.state)
     assert back.backlog_bytes < 50_000
@@ -147,7 +157,7 @@ def test_a_mirror_without_its_store_at_the_end_names_the_command_that_completes_
     assert "weights.safetensors" in required_state(Objects(address)).files
 
 
-def test_a_shard_with_another_folder_is_reported(folder: Path, address: str) -> None:
+def test_a_shard_without_a_mirror_is_reported(folder: Path, address: str) -> None:
     run = {"max_steps": 8, "folder": folder, "store": address, "store_interval_seconds": 1.0}
     config, stop = RunConfig(run=run, syncer={"shards": 3}), threading.Event()
     (folder / "tape/shard-1-standby.jsonl").write_bytes(b"")
@@ -157,10 +167,85 @@ def test_a_shard_with_another_folder_is_reported(folder: Path, address: str) -> 
     found = status_of(read_run(folder), time.time()).store
     assert found is not None
     assert found.problem == (
-        f"store={address!r} cannot continue this run, because it has no state of shard 2: let all "
-        f"shards share {folder}"
+        f"store={address!r} cannot continue this run, because it has no state of shard 2: run it "
+        f"with this [run] store, or let it share {folder}"
     )
     assert found.state == 1
+
+
+def two_folders(folder: Path, address: str) -> tuple[Following, Following]:
+    """Return mirrors of shard 0 and of shard 1, whose folder is on another machine."""
+    second = folder.with_name("second")
+    for path in ("run.toml", "tape/shard-1.jsonl", "durable/shard-1/00000001.safetensors"):
+        (second / path).parent.mkdir(parents=True, exist_ok=True)
+        (second / path).write_text(path)
+    first = Following(folder, address, shards=2)
+    part = Following(second, address, part="shard-1")
+    deadline = time.monotonic() + 30
+    while (state := newest_state(Objects(address))) is None or not state.parts:
+        assert time.monotonic() < deadline
+        with (folder / "tape/shard-0.jsonl").open("a") as tape:
+            tape.write("more\n")
+        time.sleep(0.1)
+    return first, part
+
+
+def test_a_part_whose_machine_is_lost_is_named_and_its_last_state_stays(
+    folder: Path, address: str, tmp_path: Path
+) -> None:
+    first, part = two_folders(folder, address)
+    part.end()
+    (folder.with_name("second") / "tape/shard-1.jsonl").write_text("not in the store")
+
+    def is_named(found: StoreStatus) -> bool:
+        with (folder / "tape/shard-0.jsonl").open("a") as tape:
+            tape.write("more\n")
+        return f"has files of part shard-1 from {socket.gethostname()} that are" in found.problem
+
+    found = first.until(is_named)
+    assert found.problem.endswith(
+        "older than the rest: check that shard-1 and its mirror run there"
+    )
+    first.end()
+    restore(Objects(address), tmp_path / "other", required_state(Objects(address)))
+    assert (tmp_path / "other/tape/shard-1.jsonl").read_text() == "tape/shard-1.jsonl"
+    assert (tmp_path / "other/durable/shard-1/00000001.safetensors").is_file()
+
+
+def test_the_last_state_has_the_results_of_all_parts(
+    folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_mirror, "LAST_SECONDS", 1.0)
+    first, part = two_folders(folder, address)
+    results = [folder / "checkpoints", folder.with_name("second") / "checkpoints"]
+    for shard, each in enumerate(results):
+        each.mkdir()
+        if shard:
+            first.stop.set()
+            time.sleep(2.0)
+            assert not first.has_ended, "it waits for shard 1"
+        (each / f"shard-{shard}.safetensors").write_bytes(b"result")
+    part.end()
+    first.end()
+    files = required_state(Objects(address)).files
+    assert {f"checkpoints/shard-{shard}.safetensors" for shard in (0, 1)} <= files.keys()
+
+
+def test_a_result_that_never_arrives_is_named(
+    folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_mirror, "LAST_SECONDS", 1.0)
+    monkeypatch.setattr(run_mirror, "PARTS_SECONDS", 1.0)
+    first, part = two_folders(folder, address)
+    part.end()
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints/shard-0.safetensors").write_bytes(b"result")
+    with pytest.raises(StorageError) as caught:
+        first.end()
+    assert str(caught.value) == (
+        f"store={address!r} has no result of shard 1: run ddiloco mirror on its machine; then run "
+        f"ddiloco mirror {folder}"
+    )
 
 
 def test_a_slow_store_has_the_newest_state_and_not_each_one(
@@ -394,9 +479,9 @@ def test_a_corrupt_checkpoint_is_skipped_and_an_outage_is_not(
     assert found.steps == 1
     assert "the one before it is used" in other.problems[0]
     server.go_away()
-    with pytest.raises(StorageError, match="is away"):
+    with pytest.raises(StorageError, match="is unreachable"):
         other.newest()
-    with pytest.raises(StorageError, match="is away"):
+    with pytest.raises(StorageError, match="is unreachable"):
         own.save(checkpoint(3))
 
 

@@ -26,8 +26,9 @@ class MirrorOptions(CommandOptions):
 def mirror(options: MirrorOptions) -> None:
     """Copy a run to its object store until its processes have ended.
 
-    `ddiloco train` and `ddiloco syncer` start this for a run with a store. Run it by hand after a
-    run if the store was away at its end.
+    `ddiloco train` and `ddiloco syncer` start this for a run with a store. With `ddiloco syncer
+    --shard`, the first shard in each run folder does. Run it by hand after a run if the store was
+    unreachable at its end. If shards have separate folders, run it for all of them at once.
     """
     from decoupled_diloco.launch.processes import MIRROR, open_tape
     from decoupled_diloco.launch.run_folder import is_in_use, is_run_folder

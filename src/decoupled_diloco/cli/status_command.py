@@ -54,7 +54,7 @@ def status(options: StatusOptions) -> None:
     opened = options.open_run(given)
     run = run_of(opened.poll(), "now" if opened.live else "run")
     account = None if opened.live else run.account
-    found = status_of(run, opened.now(), opened.problems(), account)
+    found = status_of(run, opened.now(), opened.problems(), account, stored=opened.stored)
     if options.as_json:
         typer.echo(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
         return

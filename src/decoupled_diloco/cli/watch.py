@@ -121,7 +121,8 @@ class Reader(threading.Thread):
             self._run = RunModel()
             records = records or source.poll()
         self._run.take_all(records)
-        self.status = status_of(self._run, source.now(), source.problems())
+        problems = source.problems()
+        self.status = status_of(self._run, source.now(), problems, stored=source.stored)
 
     @property
     def over(self) -> bool:

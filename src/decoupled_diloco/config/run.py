@@ -216,12 +216,13 @@ class RunSettings(Settings):
     "gs://BUCKET/PREFIX", "az://CONTAINER/PREFIX" or "file:///FOLDER". It needs the extra `store`.
     The run can then continue on an empty machine (ddiloco train --resume s3://…). Credentials come
     from the environment or from the machine's role, not from this file. If the store is slow or
-    away, training continues and `ddiloco status` shows the backlog. Default: none."""
+    unreachable, training continues and `ddiloco status` shows the backlog. Default: none."""
 
     store_interval_seconds: float = Field(default=30.0, ge=1)
-    """Seconds from the start of one state in `store` to the start of the next, at least 1. A run
-    that loses its machine loses the work since the last complete state. Raise it to make fewer
-    requests: each state costs one per changed file, and one more."""
+    """Seconds from the start of one state in `store` to the start of the next, at least 1; half of
+    that if shards have separate run folders. A run that loses its machine loses the work since the
+    last complete state. Raise it to make fewer requests: each state costs one per changed file, and
+    one more."""
 
     fork_server: bool = True
     """Whether one process imports PyTorch and forks the learners, shards and evaluator (Linux).

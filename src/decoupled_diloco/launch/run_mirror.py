@@ -1,8 +1,9 @@
 """Mirror a run to its object store (``[run] store``), and continue a run from there.
 
-The mirror is a separate process, so a store that is slow or away costs training nothing. It writes
-the folder's state every ``store_interval_seconds``, retries forever, and reports its backlog on the
-tape. When the run's other processes have ended, it writes a last state.
+The mirror is a separate process, so a store that is slow or unreachable costs training nothing. It
+writes the folder's state every ``store_interval_seconds``, retries forever, and reports its backlog
+on the tape. When the run's other processes have ended, it writes a last state. If shards run on
+several machines, each folder has a mirror: see `storage.mirror`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -23,6 +24,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
+from decoupled_diloco.launch.processes import process_of
 from decoupled_diloco.launch.run_folder import (
     TOKEN,
     new_token,
@@ -35,8 +37,10 @@ from decoupled_diloco.storage.mirror import (
     OBJECTS,
     Mirror,
     Standing,
+    StoredFile,
     StoredState,
     newest_state,
+    process_of_file,
     require_continues,
     required_state,
     restore,
@@ -44,7 +48,7 @@ from decoupled_diloco.storage.mirror import (
 from decoupled_diloco.storage.object_store import Objects
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.samples import StoreMirrored
-from decoupled_diloco.units import format_bytes
+from decoupled_diloco.units import format_bytes, format_duration
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,12 @@ AGAIN_SECONDS_MIN = 1.0
 OF_SHARDS = ("durable/*/*", "coordinator/*.json", "*.ledger", "checkpoints/*/*")
 """The files of a state with which shards and coordinator continue."""
 
+PARTS_SECONDS = 600.0
+"""After the end of the run, shard 0's mirror gives up when the parts add nothing for this long."""
+
+STALE_INTERVALS = 3
+"""A part is reported if its mirror has written nothing for about this many intervals."""
+
 LAST_SECONDS = 30.0
 """After the end of the run, the mirror gives up when it has uploaded nothing for this long."""
 
@@ -70,7 +80,7 @@ NICENESS = 10
 def require_store_usable(config: RunConfig, *, resume: bool) -> None:
     """Check the store of a run before any process starts.
 
-    A resumed run does not wait for a store that is away: its folder has everything.
+    A resumed run does not wait for a store that is unreachable: its folder has everything.
 
     Raises:
         ConfigError: The store refuses this process, or it has another run.
@@ -96,33 +106,37 @@ def follow(
     interval_seconds: float,
     stop: Event,
     over: Callable[[], bool] = lambda: False,
-    lacking: Callable[[], str] = lambda: "",
+    shards: int = 0,
 ) -> None:
     """Mirror until the run is over, and then write the last state.
 
     Args:
         mirror: The mirror.
         tape: Receives a `StoreMirrored` after each state and each failure.
-        interval_seconds: Seconds from the start of one state to the start of the next.
+        interval_seconds: Seconds from the start of one state to the start of the next. If the run
+            has several mirrors, each takes half of that: a part's files are in a state of the run
+            one state later.
         stop: Set when the run's other processes have ended.
         over: Whether they have ended, where no process sets ``stop``.
-        lacking: Returns why a run could not continue from the folder; empty if it could.
+        shards: The shards without which the run cannot continue from the store; 0: none.
 
     Raises:
         ConfigError: Another process has continued the run from the store.
-        StorageError: The run is over, and the store is away.
+        StorageError: The run is over, and the store is unreachable or lacks the files of a part.
     """
-    reporter = _Reporter(mirror, tape)
-    again_seconds, progress = AGAIN_SECONDS_MIN, (now(), mirror.sent_bytes)
+    reporter, whole = _Reporter(mirror, tape), _Completeness(mirror, shards, interval_seconds)
+    again_seconds = AGAIN_SECONDS_MIN
+    progress: tuple[float, object] = now(), None
+    has_waited = False
     with ThreadPoolExecutor(1, thread_name_prefix="ddiloco-mirror") as pool:
         while True:
             started, last = now(), stop.is_set() or over()
-            writing, problem = pool.submit(mirror.write), ""
+            writing, problem = pool.submit(mirror.write, last=last), ""
             while not wait([writing], REPORT_SECONDS).done:
                 reporter.report("")
             try:
-                written, pause = writing.result(), interval_seconds
-                again_seconds = AGAIN_SECONDS_MIN
+                written, again_seconds = writing.result(), AGAIN_SECONDS_MIN
+                pause = interval_seconds / (2 if mirror.is_divided else 1)
             except (ConfigError, StorageError) as error:
                 problem, written = str(error), False
                 mirror.look()
@@ -130,13 +144,24 @@ def follow(
             if mirror.is_replaced:
                 reporter.report(problem)
                 raise ConfigError(problem)
-            if written or problem:
-                reporter.report(problem or lacking())
-            if last and not problem:
+            awaited = "" if problem or not last else whole.awaited()
+            lacking = problem or ("" if awaited else whole.lacking(last=last))
+            if written or lacking:
+                # This changes the tape, so there is a new state while it waits for a new part.
+                reporter.report(lacking)
+            if last and not (problem or awaited):
+                mirror.end()
                 return
-            if mirror.sent_bytes != progress[1] or not last:
-                progress = (now(), mirror.sent_bytes)
-            if last and now() - progress[0] > LAST_SECONDS:
+            if awaited and not has_waited:
+                logger.info("%s; waiting for it", awaited)
+                has_waited = True
+            of_parts = {name: part.number for name, part in mirror.parts.items()}
+            done = of_parts if awaited else mirror.sent_bytes
+            if done != progress[1] or not last:
+                progress = now(), done
+            if awaited and now() - progress[0] > PARTS_SECONDS:
+                raise StorageError(f"{awaited}; then run ddiloco mirror {mirror.folder}")
+            if problem and last and now() - progress[0] > LAST_SECONDS:
                 raise StorageError(
                     f"{problem}; {format_bytes(mirror.backlog_bytes)} of {mirror.folder} are not "
                     f"in the store: run ddiloco mirror {mirror.folder} when it is back"
@@ -170,10 +195,11 @@ class _Reporter:
         self._tape.flush()
         mirror.note_backlog()
         backlog = format_bytes(mirror.backlog_bytes)
-        if problem and problem != self._problem:
+        shown, before = (re.sub("are .* older", "", each) for each in (problem, self._problem))
+        if shown and shown != before:
             logger.warning("%s; training continues; backlog %s; retrying", problem, backlog)
         elif self._problem and not problem:
-            logger.info("the store answers again; state %d is complete", mirror.number)
+            logger.info("the problem is over; state %d is complete", mirror.number)
         self._problem = problem
 
 
@@ -181,26 +207,105 @@ def mirror_folder(
     folder: Path, config: RunConfig, tape: TapeWriter, stop: Event, over: Callable[[], bool]
 ) -> Mirror:
     """Mirror a run folder until its processes have ended; see `follow`."""
-    mirror = Mirror(folder, Objects(config.run.store), config.run.name)
+    objects = Objects(config.run.store)
+    mirror = Mirror(folder, objects, config.run.name, part_of(folder))
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    lacking = partial(_lacking, folder, config)
-    follow(mirror, tape, config.run.store_interval_seconds, stop, over, lacking)
+    shards = config.syncer.shards if config.syncer.persist else 0
+    follow(mirror, tape, config.run.store_interval_seconds, stop, over, shards)
     return mirror
 
 
-def _lacking(folder: Path, config: RunConfig) -> str:
-    """Return which shards write to another folder; empty if none does, or before they train."""
-    if not config.syncer.persist or not any(folder.glob("durable/shard-0/*.safetensors")):
-        return ""
-    shards = range(config.syncer.shards)
+def shards_in(folder: Path) -> list[int]:
+    """Return the shards whose processes use a run folder, in order."""
     # A shard opens its tape, or its standby does, before it connects to any process.
-    others = [each for each in shards if not any(folder.glob(f"tape/shard-{each}[.-]*"))]
-    names = ", ".join(f"shard {each}" for each in others)
-    return names and (
-        f"store={config.run.store!r} cannot continue this run, because it has no state of {names}: "
-        f"let all shards share {folder}"
-    )
+    found = {process_of_file(f"tape/{path.name}") for path in folder.glob("tape/shard-*")}
+    return sorted(int(each.removeprefix("shard-")) for each in found if each)
+
+
+def part_of(folder: Path) -> str:
+    """Return the name of the part that a run folder is; empty if it is that of shard 0."""
+    shards, standing = shards_in(folder), Standing.read(folder)
+    if not shards or shards[0] == 0:
+        return ""
+    return (standing.part if standing else "") or process_of(shards[0], standby=False)
+
+
+class _Completeness:
+    """What the newest state of a run lacks because its files come from several folders."""
+
+    def __init__(self, mirror: Mirror, shards: int, interval_seconds: float) -> None:
+        self._mirror, self._shards = mirror, shards
+        self._stale_seconds = STALE_INTERVALS * interval_seconds
+        self._lacks, self._since = "", 0.0
+        self._named: dict[str, tuple[int, int]] = {}  # a part's state, and the first one with it
+
+    def lacking(self, *, last: bool) -> str:
+        """Return why the run would lose much work if it continued from the store; else ``""``."""
+        lacks = self._ahead() if self._mirror.part else self._shards_without_files()
+        if lacks != self._lacks:
+            self._lacks, self._since = lacks, now()
+        if lacks and (last or now() - self._since >= self._stale_seconds):
+            return lacks
+        return "" if last else self._stale_part()
+
+    def awaited(self) -> str:
+        """Return which results other folders or processes have yet to add; else ``""``."""
+        mirror, files = self._mirror, _files_of(self._mirror)
+        shards = shards_in(mirror.folder) if mirror.part else range(self._shards)
+        late = [each for each in shards if f"checkpoints/shard-{each}.safetensors" not in files]
+        # Without any result, the run was interrupted.
+        if not late or len(late) == len(shards) or "weights.safetensors" in files:
+            return ""
+        return (
+            f"store={mirror.objects.address!r} has no result of {_shards(late)}: run ddiloco "
+            "mirror on its machine"
+        )
+
+    def _shards_without_files(self) -> str:
+        files, address = _files_of(self._mirror), self._mirror.objects.address
+        found = {process_of_file(path) for path in files}
+        late = [each for each in range(self._shards) if f"shard-{each}" not in found]
+        if not late or not any(path.startswith("durable/shard-0/") for path in files):
+            return ""  # before the shards train, there is nothing to continue
+        return (
+            f"store={address!r} cannot continue this run, because it has no state of "
+            f"{_shards(late)}: run it with this [run] store, or let it share {self._mirror.folder}"
+        )
+
+    def _ahead(self) -> str:
+        if not self._mirror.is_ahead:
+            return ""
+        return (
+            f"store={self._mirror.objects.address!r} has states of part {self._mirror.part} that "
+            "shard 0's mirror does not use: check that shard 0 and its mirror run"
+        )
+
+    def _stale_part(self) -> str:
+        state = self._mirror.state
+        if state is None:
+            return ""
+        for name, part in state.parts.items():
+            known, first = self._named.get(name, (0, 0))
+            if known != part.number:
+                self._named[name] = part.number, state.number
+            # Both mirrors write two states per interval. Clocks of machines may differ.
+            elif state.number - first >= 2 * STALE_INTERVALS:
+                older = format_duration(round(max(0.0, state.wall - part.wall)))
+                return (
+                    f"store={self._mirror.objects.address!r} has files of part {name} from "
+                    f"{part.host} that are {older} older than the rest: check that {name} and its "
+                    "mirror run there"
+                )
+        return ""
+
+
+def _files_of(mirror: Mirror) -> Mapping[str, StoredFile]:
+    return {} if mirror.state is None else mirror.state.files
+
+
+def _shards(numbers: Sequence[int]) -> str:
+    return ", ".join(f"shard {each}" for each in numbers)
 
 
 def restored_run(address: str, settings: Sequence[str]) -> tuple[Path, list[str], StoredState]:
@@ -216,7 +321,7 @@ def restored_run(address: str, settings: Sequence[str]) -> tuple[Path, list[str]
 
     Raises:
         ConfigError: The store has no run, or the folder is in use by another one.
-        StorageError: The store is away, or the folder cannot be written.
+        StorageError: The store is unreachable, or the folder cannot be written.
     """
     objects = Objects(address, create=False)
     state = required_state(objects)
@@ -232,7 +337,7 @@ def restored_run(address: str, settings: Sequence[str]) -> tuple[Path, list[str]
         restore(objects, folder, state)
         if not (folder / TOKEN).exists():  # the store has no secrets, so the run gets a new one
             write_secret(folder / TOKEN, new_token())
-        Standing.of(objects, state).write(folder)
+        Standing.restored(objects, state).write(folder)
         (folder / RESTORING).unlink()
     except DilocoError:
         raise
@@ -250,7 +355,8 @@ def copy_newest_state(config: RunConfig, folder: Path) -> None:
     A standby without a shared disk calls this when it has its shard's lease, before it serves.
 
     Raises:
-        DilocoError: The store is away or refuses this process, or the folder cannot be written.
+        DilocoError: The store is unreachable or refuses this process, or the folder cannot be
+            written.
     """
     objects = Objects(config.run.store)
     state, standing = newest_state(objects), Standing.read(folder)
@@ -266,7 +372,7 @@ def copy_newest_state(config: RunConfig, folder: Path) -> None:
         if old.relative_to(folder).as_posix() not in state.files:
             old.unlink(missing_ok=True)
     restore(objects, folder, state, lambda path: any(Path(path).match(each) for each in OF_SHARDS))
-    Standing.of(objects, state).write(folder)
+    Standing.restored(objects, state).write(folder)
 
 
 def _key(override: str) -> str:

@@ -23,8 +23,14 @@ from decoupled_diloco.launch.processes import (
     open_tape,
     process_of,
 )
-from decoupled_diloco.launch.run_logger import Companion, run_logger, run_mirror, until_logged
-from decoupled_diloco.launch.run_mirror import copy_newest_state
+from decoupled_diloco.launch.run_logger import (
+    LOOK_SECONDS,
+    Companion,
+    run_logger,
+    run_mirror,
+    until_logged,
+)
+from decoupled_diloco.launch.run_mirror import copy_newest_state, shards_in
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
@@ -39,6 +45,7 @@ from decoupled_diloco.storage.files import SPARE, open_files_allowed
 from decoupled_diloco.storage.shared_folder import shards_that_move
 from decoupled_diloco.syncer import checkpoint_requests
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
+from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
@@ -130,7 +137,7 @@ def run_shard(
     logger_of_run = mirror = None
     if shard == 0 and config.run.trackers:
         logger_of_run = run_logger(config.run.trackers, addresses, folder, reader_token, own)
-    if shard == 0 and config.run.store:
+    if config.run.store:
         mirror = run_mirror(folder)
     role = ShardRole(
         config,
@@ -171,7 +178,8 @@ class ShardRole:
         open_tape: Opens an event tape; see `processes.open_tape`.
         linger: Whether to serve after the end of the run.
         logger: Logs the run to trackers; only in shard 0 of a run without a launcher.
-        mirror: Mirrors the run to an object store; only there, too.
+        mirror: Mirrors the run folder to an object store; only without a launcher, too. It runs if
+            this shard is the first one in the folder.
         process: The shard, once this process acts for it.
         shard_lease: The shard's lease, if it has a standby.
     """
@@ -275,20 +283,35 @@ class ShardRole:
         )
         _on_stop_signal(process.stop)
 
+        starting: list[asyncio.Task[None]] = []
+
         def start() -> None:
-            for each in (self.logger, self.mirror):
-                if each is not None:
-                    each.start()
+            if self.logger is not None:
+                self.logger.start()
+            if self.mirror is not None:
+                starting.append(asyncio.create_task(self._start_mirror(self.mirror)))
 
         try:
             await process.run(start)
         finally:
             over = process.finished
+            for each in starting:
+                each.cancel()
             if self.logger is not None:
                 await self.logger.stop()
             if self.mirror is not None:
                 await self.mirror.stop(MIRROR_SECONDS if over else MIRROR_INTERRUPTED_SECONDS)
         return process.finished
+
+    async def _start_mirror(self, mirror: Companion) -> None:
+        """Start the mirror of the run folder, unless another shard's process there does so."""
+        # When a shard has weights, all shards have opened their tapes, also those in this folder.
+        while self.shard and not any(  # noqa: ASYNC110
+            self.folder.glob(f"{DURABLE}/shard-{self.shard}/*.safetensors")
+        ):
+            await asyncio.sleep(LOOK_SECONDS)
+        if self.shard in shards_in(self.folder)[:1]:
+            mirror.start()
 
     async def _until_logged(self) -> None:
         """Wait until the logger has read the tapes to the end: shards serve them until then."""

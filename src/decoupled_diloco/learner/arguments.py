@@ -63,7 +63,7 @@ def checkpointer_of(
     Raises:
         ConfigError: The learner has no name, or a state cannot be saved.
         StorageError: The folder cannot be created, the checkpoints cannot be read, or the object
-            store is away.
+            store is unreachable.
     """
     checkpoint = options.checkpoint
     if checkpoint.folder is None:

@@ -26,8 +26,8 @@ class StoredCheckpoints(CheckpointFolder):
     """The checkpoints of one learner in an object store.
 
     A checkpoint is written to a local file first, and then uploaded by the same thread, so a step
-    waits for neither. If the store is slow, checkpoints become rarer; if it is away, they are lost
-    and training continues.
+    waits for neither. If the store is slow, checkpoints become rarer. If it is unreachable, they
+    are lost and training continues.
 
     Args:
         address: The store.
@@ -63,7 +63,7 @@ class StoredCheckpoints(CheckpointFolder):
 
         Raises:
             ConfigError: The store refuses this process.
-            StorageError: The store is away.
+            StorageError: The store is unreachable.
         """
         for path in reversed(self._stored()):
             # An error of the store is raised here: to start from an older checkpoint, or without

@@ -26,6 +26,7 @@ from decoupled_diloco.run_model.facts import (
     Stay,
 )
 from decoupled_diloco.run_model.phrases import ABSENT, many, natural, percent
+from decoupled_diloco.storage.mirror import StoredCopy
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 AWAY = "away"
@@ -169,12 +170,22 @@ class SiteStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PartStatus:
+    """The files of a run folder on another machine, in the newest state of an object store."""
+
+    name: str
+    host: str
+    seconds_ago: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatus:
     """The mirror of the run in an object store.
 
     ``state``: the newest complete state; 0 if there is none. ``seconds_ago``: since it was
-    complete. ``backlog_bytes``: bytes that are not uploaded. ``problem``: why the last attempt
-    failed; empty if it did not.
+    complete; if the run was read from the store, since it was taken. ``backlog_bytes``: bytes that
+    are not uploaded. ``problem``: why the last attempt failed; empty if it did not. ``parts``: only
+    if the run was read from the store.
     """
 
     address: str
@@ -182,6 +193,7 @@ class StoreStatus:
     seconds_ago: float | None
     backlog_bytes: int
     problem: str
+    parts: tuple[PartStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +256,7 @@ def status_of(
     problems: Iterable[str] = (),
     account: RunAccount | None = None,
     budget: Budget | None = None,
+    stored: StoredCopy | None = None,
 ) -> RunStatus:
     """Return the status of a run.
 
@@ -255,6 +268,8 @@ def status_of(
         account: The account of a whole tape. Without it, only the tokens that learners reported
             as overwritten count as discarded: a lower bound.
         budget: Steps and tokens that end the run; default: those in its settings.
+        stored: The copy from which the run was read, if it is in an object store. The tape in a
+            state is older than the state.
     """
     if account is not None and run.learners.keys() - account.learners.keys():
         account = None
@@ -300,7 +315,7 @@ def status_of(
         learners=learners,
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         checkpoint=_checkpoint(run, as_of),
-        store=_store(run, as_of),
+        store=_store(run, as_of) if stored is None else _stored(stored, now),
         sites=sites,
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=tuple(
@@ -339,6 +354,14 @@ def _store(run: RunModel, as_of: float) -> StoreStatus | None:
     _, newest = run.store
     ago = _age(run.store_state_at, as_of)
     return StoreStatus(newest.address, newest.state, ago, newest.backlog_bytes, newest.problem)
+
+
+def _stored(copy: StoredCopy, now: float) -> StoreStatus:
+    state = copy.state
+    parts = tuple(
+        PartStatus(name, part.host, max(0.0, now - part.wall)) for name, part in state.parts.items()
+    )
+    return StoreStatus(copy.address, state.number, max(0.0, now - state.wall), 0, "", parts)
 
 
 def _phase(run: RunModel, silent: float) -> str:

@@ -250,6 +250,9 @@ def _store(store: StoreStatus) -> str:
         text = f"store {store.address} has state {store.state} of {ago} ago"
     if store.backlog_bytes or store.problem:
         text += f", backlog {format_bytes(store.backlog_bytes)}"
+    for part in store.parts:
+        ago = format_duration(round(part.seconds_ago))
+        text += f", part {part.name} from {part.host} of {ago} ago"
     return text + (f" ({store.problem})" if store.problem else "")
 
 

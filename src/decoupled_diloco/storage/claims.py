@@ -228,7 +228,7 @@ class ObjectClaims:
         """Return the number of the newest claim; 0 if there is none.
 
         Raises:
-            StorageError: The store is away, or refuses this process.
+            StorageError: The store is unreachable, or refuses this process.
         """
         # Claims are never deleted, so the listing starts at the newest known one.
         after = f"{self._prefix}/{max(0, self._known - 1):0{NUMBER_DIGITS}d}~"
@@ -243,7 +243,7 @@ class ObjectClaims:
         """Return the newest claim.
 
         Raises:
-            StorageError: The store is away, or refuses this process.
+            StorageError: The store is unreachable, or refuses this process.
         """
         number = self.newest()
         if not number:
@@ -273,7 +273,7 @@ class ObjectClaims:
         """Replace the renewal counter and the condition of a claim.
 
         Raises:
-            StorageError: The store is away, or the claim no longer exists.
+            StorageError: The store is unreachable, or the claim no longer exists.
         """
         with _as_storage_error():
             if self._objects.get(self._name(number)) is None:

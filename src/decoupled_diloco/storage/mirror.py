@@ -4,10 +4,18 @@ A *state* is everything that a run needs to continue, as of one moment. Objects 
 
     manifests/00000012.json     state 12: each file, its size, and the objects with its bytes
     objects/<writer>/…          whole files, and pieces of files that grow
+    parts/shard-1/…             the same for the folder of shard 1, if it is not shard 0's folder
 
 A manifest is written last. So every manifest names whole objects, and a torn upload is never used.
 A manifest's number can be created once (`Objects.create`). Of two processes that mirror to one
 address, one creates the next number, and the other one stops.
+
+A *part* is a folder without shard 0, on another machine, and has its own mirror. The mirror of
+shard 0 reads the parts' newest manifests before it opens its own files, and writes one manifest
+with all files. So a state never has a part that is newer than the coordinator. A part may be older
+than learners' checkpoints: a restarted shard then takes the newer versions from them
+(`protocol.first_copies`). A part keeps its states from the oldest one that a kept state names,
+because the next state may name any of them.
 
 The processes of a run write while the mirror reads. A state is consistent because its files are
 opened in reverse order of cause and effect (`_GROUPS`). A learner receives a version after it is in
@@ -25,12 +33,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,17 +49,20 @@ import xxhash
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, open_files_allowed, write_text
-from decoupled_diloco.storage.object_store import Objects, temporary_folder
+from decoupled_diloco.storage.object_store import Objects, StoredObject, temporary_folder
 
-MANIFESTS, OBJECTS = "manifests", "objects"
+MANIFESTS, OBJECTS, PARTS = "manifests", "objects", "parts"
 
 STANDING = "store.json"
 """The file in the run folder that names the state in the store which the folder continues."""
 
-FORMAT = 1
+FORMAT = 2
 
 STATES_KEPT = 2
 """The newest states whose objects stay in the store."""
+
+UNNAMED_MAX = 2
+"""A part waits after this many states that no state of the run names: its folder is the queue."""
 
 GRACE_SECONDS = 600.0
 """How long an object stays after no kept state needs it, for a process that reads an older one."""
@@ -113,8 +126,23 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPart:
+    """The state of a part that a state of the run contains.
+
+    Attributes:
+        number: Its number, from 1.
+        host: The machine of the process that wrote it.
+        wall: When it was taken, seconds since the Unix epoch.
+    """
+
+    number: int
+    host: str
+    wall: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoredState:
-    """A state of a run in a store.
+    """A state of a run in a store, or of a part.
 
     Attributes:
         number: Its number, from 1.
@@ -123,7 +151,9 @@ class StoredState:
         writer: Id of the process that wrote the state.
         host: The machine of that process.
         wall: When the state was taken, seconds since the Unix epoch.
+        after: In a part, the newest state of the run that its writer had read; otherwise 0.
         files: The files by their paths in the run folder.
+        parts: The parts that have some of the files, by name.
     """
 
     number: int
@@ -132,7 +162,9 @@ class StoredState:
     writer: str
     host: str
     wall: float
+    after: int
     files: Mapping[str, StoredFile]
+    parts: Mapping[str, StoredPart]
 
     @property
     def objects(self) -> set[str]:
@@ -146,7 +178,9 @@ class StoredState:
             for path, file in self.files.items()
         }
         document = {"format": FORMAT, **{name: getattr(self, name) for name in _NAMES}}
-        return json.dumps({**document, "files": files}, separators=(",", ":")).encode()
+        parts = {name: astuple(part) for name, part in self.parts.items()}
+        document |= {"parts": parts, "files": files}
+        return json.dumps(document, separators=(",", ":")).encode()
 
     @classmethod
     def read(cls, text: bytes, place: str) -> StoredState:
@@ -170,14 +204,18 @@ class StoredState:
                 )
                 for path, (mtime_ns, mark, *pieces) in document["files"].items()
             }
-            return cls(**{name: document[name] for name in _NAMES}, files=files)
+            parts = {
+                name: StoredPart(int(number), str(host), float(wall))
+                for name, (number, host, wall) in document["parts"].items()
+            }
+            return cls(**{name: document[name] for name in _NAMES}, files=files, parts=parts)
         except StorageError:
             raise
         except NOT_JSON as error:
             raise StorageError(f"{place} is not a manifest of a run ({error!r:.100})") from error
 
 
-_NAMES = ("number", "run", "name", "writer", "host", "wall")
+_NAMES = ("number", "run", "name", "writer", "host", "wall", "after")
 
 
 def _inside(path: str) -> str:
@@ -187,22 +225,25 @@ def _inside(path: str) -> str:
     return path
 
 
-def newest_state(objects: Objects, known: StoredState | None = None) -> StoredState | None:
+def newest_state(
+    objects: Objects, known: StoredState | None = None, part: str = ""
+) -> StoredState | None:
     """Return the newest state of a run in a store; ``None`` if there is none.
 
     Args:
         objects: The store.
         known: A state that is returned without a download if it is the newest one.
+        part: The name of a part, to return its state.
 
     Raises:
         ConfigError: The store refuses this process.
-        StorageError: The store is away, or the manifest is not valid.
+        StorageError: The store is unreachable, or the manifest is not valid.
     """
     for _ in range(TRIES):
-        names = sorted(each.name for each in objects.listed(MANIFESTS))
+        names = _manifests(objects, part)
         if not names:
             return None
-        if known is not None and names[-1] == _manifest(known.number):
+        if known is not None and names[-1] == _manifest(known.number, part):
             return known
         text = objects.get(names[-1])
         if text is not None:  # otherwise a newer state has replaced it in the meantime
@@ -215,7 +256,7 @@ def required_state(objects: Objects, known: StoredState | None = None) -> Stored
 
     Raises:
         ConfigError: There is none, or the store refuses this process.
-        StorageError: The store is away, or the manifest is not valid.
+        StorageError: The store is unreachable, or the manifest is not valid.
     """
     state = newest_state(objects, known)
     if state is None:
@@ -244,7 +285,8 @@ def restore(
 
     Raises:
         ConfigError: The store refuses this process.
-        StorageError: The store is away, an object is missing, or the folder cannot be written.
+        StorageError: The store is unreachable, an object is missing, or the folder cannot be
+            written.
     """
     chosen = {path: file for path, file in state.files.items() if wanted(path)}
     last = {path: file for path, file in chosen.items() if path == "run.toml"}
@@ -265,16 +307,18 @@ class StoredCopy:
         parts: Paths of the files and folders that are needed. Default: all.
 
     Attributes:
+        address: The store.
         folder: The copy; a run folder.
         state: The state of which it is a copy.
 
     Raises:
         ConfigError: The store has no run, or it refuses this process.
-        StorageError: The store is away, or the disk is full.
+        StorageError: The store is unreachable, or the disk is full.
     """
 
     def __init__(self, address: str, *parts: str) -> None:
         self._objects = Objects(address, create=False)
+        self.address = self._objects.address
         self._parts = (*parts, "run.toml") if parts else ()
         self.folder = temporary_folder(self) / (address.rstrip("/").rpartition("/")[2] or "run")
         self.state = required_state(self._objects)
@@ -335,6 +379,10 @@ class Standing:
         writer: The process that wrote it.
         wall: When it was taken, seconds since the Unix epoch.
         backlog_bytes: Bytes of the folder that are not in the store.
+        part: The name of the part that the folder is; empty for the folder of shard 0.
+        since: The first state of the run that belongs to this folder. Parts that have read only
+            earlier states are of processes before a resume, and are not used. For a part, the
+            first state that names it; 0 if none does.
     """
 
     store: str
@@ -343,11 +391,19 @@ class Standing:
     writer: str
     wall: float = 0.0
     backlog_bytes: int = 0
+    part: str = ""
+    since: int = 0
 
     @classmethod
-    def of(cls, objects: Objects, state: StoredState) -> Standing:
+    def of(cls, objects: Objects, state: StoredState, part: str = "", since: int = 0) -> Standing:
         """Return the standing of a folder that has a state and nothing more."""
-        return cls(objects.address, state.run, state.number, state.writer, state.wall)
+        found = (state.run, state.number, state.writer, state.wall)
+        return cls(objects.address, *found, part=part, since=since)
+
+    @classmethod
+    def restored(cls, objects: Objects, state: StoredState) -> Standing:
+        """Return the standing of a folder into which a whole state was copied."""
+        return cls.of(objects, state, since=state.number + 1)
 
     def write(self, folder: Path) -> None:
         """Write the file."""
@@ -358,8 +414,8 @@ class Standing:
         """Return the standing of a folder; ``None`` if it was never mirrored."""
         try:
             facts = json.loads((folder / STANDING).read_text())
-            names = {"store": str, "run": str, "number": int, "writer": str}
-            numbers = {"wall": float, "backlog_bytes": int}
+            names = {"store": str, "run": str, "number": int, "writer": str, "part": str}
+            numbers = {"wall": float, "backlog_bytes": int, "since": int}
             return cls(**{name: kind(facts[name]) for name, kind in (names | numbers).items()})
         except (OSError, *NOT_JSON):
             return None
@@ -379,7 +435,8 @@ def require_continues(objects: Objects, state: StoredState | None, folder: Path 
     if state is None:
         return
     standing, store = None if folder is None else Standing.read(folder), objects.address
-    if standing is not None and (standing.store, standing.run) == (store, state.run):
+    of_folder = standing and (standing.store, standing.run, standing.part)
+    if standing is not None and of_folder == (store, state.run, ""):
         if state.number == standing.number or state.writer == standing.writer:
             return
         raise ConfigError(
@@ -417,18 +474,22 @@ class Mirror:
         folder: The run folder.
         objects: The store.
         name: The name of the run.
+        part: The name of the part, for a folder without shard 0.
 
     Attributes:
         number: The newest state that this process has written or found; 0 if there is none.
         backlog_bytes: Bytes of the folder that are not in a written state, as of the last look.
         sent_bytes: Bytes that this process has uploaded.
         is_replaced: Whether another process continues the run from the store.
+        parts: The newest states of the parts, by name.
     """
 
-    def __init__(self, folder: Path, objects: Objects, name: str) -> None:
+    def __init__(self, folder: Path, objects: Objects, name: str, part: str = "") -> None:
         self.folder = folder
         self.objects = objects
         self.name = name
+        self.part = part
+        self.parts: dict[str, StoredState] = {}
         self.writer = runtime().unique_id()[:12]
         self.number = 0
         self.backlog_bytes = 0
@@ -442,15 +503,34 @@ class Mirror:
         self._uploaded: list[str] = []  # since the newest state
         self._serial = itertools.count(1)
         self._orphans_deleted = False
+        self._since = 0
+        self._of_run: list[StoredState] = []  # for a part: the newest states of the run
+        self._found_first: int | None = None  # the newest of them when this process began
+        self._abandoned: list[str] = []  # parts of processes before a resume
+
+    @property
+    def state(self) -> StoredState | None:
+        """The newest state that this process has written or found."""
+        return self._kept[-1] if self._kept else None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several mirrors write the run's states."""
+        return bool(self.part or self.parts)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this part waits, because no state of the run names its newest states."""
+        return bool(self.part) and self.number - self._named(self._of_run[-1:]) >= UNNAMED_MAX
 
     def begin(self) -> None:
         """Read where the store stands, before the first state.
 
         Raises:
             ConfigError: The store has another run, or it refuses this process.
-            StorageError: The store is away.
+            StorageError: The store is unreachable.
         """
-        state = newest_state(self.objects)
+        state, standing = newest_state(self.objects), Standing.read(self.folder)
         try:
             require_continues(self.objects, state, self.folder)
         except ConfigError:
@@ -459,7 +539,8 @@ class Mirror:
         self._run = runtime().unique_id() if state is None else state.run
         if state is not None:
             self.number, self._files, self._kept = state.number, dict(state.files), [state]
-            self._standing = Standing.of(self.objects, state)
+            self._since = 0 if standing is None else standing.since
+            self._standing = Standing.of(self.objects, state, since=self._since)
 
     def look(self) -> int:
         """Update `backlog_bytes` from the sizes of all files, and return it."""
@@ -477,29 +558,135 @@ class Mirror:
             with contextlib.suppress(StorageError):  # the disk is full: no reason to stop
                 replace(self._standing, backlog_bytes=self.backlog_bytes).write(self.folder)
 
-    def write(self) -> bool:
-        """Upload what is new, and write the next state; return whether anything was new.
+    def write(self, *, last: bool = False) -> bool:
+        """Upload what is new, and write the next state; return whether a state was written.
+
+        A part writes a state even if nothing is new, which shows that its mirror runs. It writes
+        none while it waits for shard 0's mirror.
+
+        Args:
+            last: Whether the processes of the folder have ended. A part then waits no longer.
 
         Raises:
             ConfigError: The store refuses this process, or another one has written the next state.
-            StorageError: The store is away, or the folder cannot be read. A later call tries again,
-                and what was uploaded is not uploaded again.
+            StorageError: The store is unreachable, or the folder cannot be read. A later call tries
+                again, and what was uploaded is not uploaded again.
         """
-        if not self._run:
-            self.begin()
+        if self.part:
+            if not self._read_run(last) or (self.is_ahead and not last):
+                self.look()
+                return False
+        else:
+            if not self._run:
+                self.begin()
+            # Before the own files, so that no part is newer than the coordinator's state.
+            self._read_parts()
         self._upload_many_ahead()
         wall, files, opened = runtime().wall(), dict[str, StoredFile](), list[_Opened]()
         try:
             for group in _GROUPS:
                 self._open_group(group, files, opened)
             self.backlog_bytes = sum(each.nbytes - each.begin for each in opened)
-            if not opened and self._kept and self._kept[-1].files == files:
-                return False
             files |= self._upload(opened)
         finally:
             _close(opened)
-        self._create(wall, files)
+        files, parts = _combined(files, self.parts)
+        unchanged = not opened and self._kept and self._kept[-1].files == files
+        if unchanged and (last or not self.part):
+            return False
+        self._create(wall, files, parts)
         return True
+
+    def end(self) -> None:
+        """Delete what no state in use needs, without a grace time: the run is over."""
+        if self._kept:
+            self._delete(self._needed(), math.inf)
+
+    def _read_parts(self) -> None:
+        """Read the newest states of the parts."""
+        found, self._abandoned = dict[str, StoredState](), []
+        for name in self.objects.folders(PARTS):
+            state = newest_state(self.objects, self.parts.get(name), name)
+            if state is not None and state.after < self._since:
+                self._abandoned.append(name)
+            elif state is not None and state.run == self._run:
+                found[name] = state
+        self.parts = found
+
+    def _read_run(self, last: bool) -> bool:
+        """Read the newest states of the run; return whether this part can write its own.
+
+        A new part waits for a state that is newer than those it found. So it belongs to a run whose
+        shard 0 is mirrored now, and not to an earlier run at the same address.
+
+        Raises:
+            ConfigError: The run continues elsewhere, or it is another run.
+            StorageError: The store is unreachable, or the part has ended before shard 0's mirror
+                wrote a state.
+        """
+        known = {_manifest(each.number): each for each in self._of_run}
+        self._of_run = []
+        for name in _manifests(self.objects)[-STATES_KEPT:]:
+            if name not in known:
+                text = self.objects.get(name)
+                if text is None:  # replaced in the meantime; only newer ones matter
+                    continue
+                known[name] = StoredState.read(text, f"{self.objects.address}/{name}")
+            self._of_run.append(known[name])
+        newest = self._of_run[-1] if self._of_run else None
+        if not self._run and not self._begin_part(newest):
+            if last:
+                raise StorageError(
+                    f"store={self.objects.address!r} has no new state from shard 0, so it cannot "
+                    f"have part {self.part}: mirror the folder of shard 0 first"
+                )
+            return False
+        if newest is None:
+            raise StorageError(
+                f"store={self.objects.address!r} no longer has the states of this run: restore the "
+                "deleted objects, or choose another address with --set run.store=…"
+            )
+        if self.part in newest.parts:
+            self._since = self._since or newest.number
+        elif self._since and newest.number >= self._since:
+            self.is_replaced = True
+            raise ConfigError(
+                f"store={self.objects.address!r} has state {newest.number} from a process on "
+                f"{newest.host}, without part {self.part}: it continues this run, so this mirror "
+                "has stopped; end one of the two runs"
+            )
+        return True
+
+    def _begin_part(self, newest: StoredState | None) -> bool:
+        standing, number = Standing.read(self.folder), 0 if newest is None else newest.number
+        place = (self.objects.address, newest and newest.run, self.part)
+        if standing is not None and (standing.store, standing.run, standing.part) == place:
+            self._since = standing.since
+        else:
+            if self._found_first is None:
+                self._found_first = number
+            if newest is None or number <= self._found_first:
+                return False
+        assert newest is not None
+        if newest.name != self.name:
+            self.is_replaced = True
+            raise ConfigError(
+                f"store={self.objects.address!r} has another run, {newest.name!r} from "
+                f"{newest.host}: choose another address with --set run.store=…"
+            )
+        for name in _manifests(self.objects, self.part):
+            if (text := self.objects.get(name)) is not None:
+                self._kept.append(StoredState.read(text, f"{self.objects.address}/{name}"))
+        if self._kept:
+            self.number, self._files = self._kept[-1].number, dict(self._kept[-1].files)
+            self._standing = Standing.of(self.objects, self._kept[-1], self.part, self._since)
+        self._run = newest.run
+        return True
+
+    def _named(self, states: Iterable[StoredState]) -> int:
+        """Return the oldest state of this part that states of the run name; 0 if none does."""
+        named = (each.parts[self.part].number for each in states if self.part in each.parts)
+        return min(named, default=0)
 
     def _listed(self, patterns: Iterable[str]) -> list[str]:
         """Return the paths of a group that belong to a state, in the order of its patterns."""
@@ -512,8 +699,8 @@ class Mirror:
             # torch.distributed.checkpoint names all tensors in `.metadata`.
             if (path.name == ".metadata" or not path.name.startswith("."))
             and path.suffix != ".part"
-            # A checkpoint of the run without a manifest is incomplete.
-            and not (path.parent.parent == of_checkpoints and path.parent not in whole)
+            # A checkpoint of the run without a manifest is incomplete. Shard 0 has the manifests.
+            and (self.part or path.parent.parent != of_checkpoints or path.parent in whole)
             and path.is_file()
         ]
 
@@ -601,7 +788,8 @@ class Mirror:
             nbytes, pieces = each.nbytes - each.begin, each.kept
             if nbytes:
                 flat = each.path.replace("/", ".")
-                name = f"{OBJECTS}/{self.writer}/{next(self._serial):08d}.{flat}"
+                place = f"{_place(self.part)}{OBJECTS}/{self.writer}"
+                name = f"{place}/{next(self._serial):08d}.{flat}"
                 self._uploaded.append(name)
                 self.objects.upload(name, _bytes_of(each.source, each.begin, nbytes), nbytes)
                 pieces = (*pieces, (name, nbytes))
@@ -620,65 +808,151 @@ class Mirror:
                 upload(each)
         return done
 
-    def _create(self, wall: float, files: dict[str, StoredFile]) -> None:
+    def _create(
+        self, wall: float, files: dict[str, StoredFile], parts: dict[str, StoredPart]
+    ) -> None:
         """Write the manifest, and then delete what no kept state needs."""
-        number = self.number + 1
-        state = StoredState(
-            number, self._run, self.name, self.writer, socket.gethostname(), wall, files
-        )
-        name = _manifest(number)
+        number, after = self.number + 1, self._of_run[-1].number if self._of_run else 0
+        facts = (self._run, self.name, self.writer, socket.gethostname(), wall, after)
+        state = StoredState(number, *facts, files, parts)
+        name = _manifest(number, self.part)
         if not self.objects.create(name, state.to_json()):
             text = self.objects.get(name)
             found = StoredState.read(text, name) if text is not None else None
             if found is None or found.writer != self.writer:
                 self.is_replaced = True
+                with contextlib.suppress(ConfigError, StorageError):  # no state can name them
+                    self.objects.delete(self._uploaded)
                 host = "another process" if found is None else f"a process on {found.host}"
+                what = f"state {number}" + (f" of part {self.part}" if self.part else "")
                 raise ConfigError(
-                    f"store={self.objects.address!r} has state {number} from {host}: it continues "
-                    "this run, so this process mirrors no longer; end one of the two runs"
+                    f"store={self.objects.address!r} has {what} from {host}: it continues "
+                    "this run, so this mirror has stopped; end one of the two runs"
                 )
             state = found  # the answer to an earlier attempt was lost
         self.number, self._files = number, dict(state.files)
-        self._standing = Standing.of(self.objects, state)
+        self._standing = Standing.of(self.objects, state, self.part, self._since)
         self._standing.write(self.folder)
         self._forget(state)
 
     def _forget(self, state: StoredState) -> None:
         """Delete objects that no kept state needs, after a grace time."""
         self._kept.append(state)
-        needed = set[str]().union(*(each.objects for each in self._kept[-STATES_KEPT:]))
-        now = time.monotonic()
+        oldest = self._named(self._of_run) if self.part else state.number - STATES_KEPT + 1
+        dropped = [each for each in self._kept if each.number < oldest]
+        self._kept = [each for each in self._kept if each.number >= oldest]
+        needed, now = self._needed(), time.monotonic()
         unneeded = [name for name in self._uploaded if name not in needed]
-        for old in self._kept[:-STATES_KEPT]:
+        for old in dropped:
             # The manifest first: a reader must not find one whose objects are gone.
-            unneeded += [_manifest(old.number), *sorted(old.objects - needed)]
-        self._uploaded, self._kept = [], self._kept[-STATES_KEPT:]
+            unneeded.append(_manifest(old.number, self.part))
+            of_parts = tuple(map(_place, state.parts))  # a part deletes its own objects
+            unneeded += sorted(n for n in old.objects - needed if not n.startswith(of_parts))
+        self._uploaded = []
         self._condemned += [(now, name) for name in unneeded]
-        due = [name for since, name in self._condemned if now - since >= GRACE_SECONDS]
-        # Without the permission to delete, or with the store away, old objects stay: no state
-        # depends on that, and the next state tries again.
+        self._delete(needed, now - GRACE_SECONDS)
+
+    def _needed(self) -> set[str]:
+        return set[str]().union(*(each.objects for each in self._kept))
+
+    def _delete(self, needed: set[str], before: float) -> None:
+        """Delete what was condemned before a time of the monotonic clock, and orphans.
+
+        Orphans are deleted after the first state of this process and at the end of the run.
+        """
+        due = [name for since, name in self._condemned if since <= before]
+        # Without the permission to delete, or with the store unreachable, old objects stay: no
+        # state depends on that, and the next state tries again.
         with contextlib.suppress(ConfigError, StorageError):
-            if not self._orphans_deleted:
+            if not self._orphans_deleted or math.isinf(before):
                 self._delete_orphans(needed)
             self.objects.delete(due)
             self._condemned = self._condemned[len(due) :]
 
     def _delete_orphans(self, needed: set[str]) -> None:
-        """Delete what an earlier process has left, once.
+        """Delete what other processes have left that wrote to this address before.
 
-        No earlier process can write a state any more, because this one has created the newest one.
+        A process that continues from the newest state uploads its objects after it. So what is not
+        older than that state stays. Some stores have times in whole seconds.
         """
-        mine, kept = f"{OBJECTS}/{self.writer}/", {_manifest(each.number) for each in self._kept}
-        found = [each.name for each in self.objects.listed(MANIFESTS) if each.name not in kept]
-        for each in self.objects.listed(OBJECTS):
-            if each.name not in needed and not each.name.startswith(mine):
-                found.append(each.name)
-        self.objects.delete(found)
+        place, newest = _place(self.part), _manifest(self.number, self.part)
+        kept = needed | {_manifest(each.number, self.part) for each in self._kept}
+        kept |= {name for _, name in self._condemned}
+        found = list[StoredObject]()
+        for at in (place, *map(_place, self._abandoned)):
+            for folder in (MANIFESTS, OBJECTS):
+                found += self.objects.listed(f"{at}{folder}")
+        written = max((each.modified for each in found if each.name == newest), default=0.0)
+        mine = f"{place}{OBJECTS}/{self.writer}/"  # may become part of the next state
+        orphans = (each.name for each in found if each.modified < written)
+        self.objects.delete([n for n in orphans if n not in kept and not n.startswith(mine)])
         self._orphans_deleted = True
 
 
-def _manifest(number: int) -> str:
-    return f"{MANIFESTS}/{number:08d}.json"
+def _place(part: str) -> str:
+    return f"{PARTS}/{part}/" if part else ""
+
+
+def _manifests(objects: Objects, part: str = "") -> list[str]:
+    """Return the names of all manifests of a run or of a part, in order."""
+    return sorted(each.name for each in objects.listed(f"{_place(part)}{MANIFESTS}"))
+
+
+def _combined(
+    own: dict[str, StoredFile], parts: Mapping[str, StoredState]
+) -> tuple[dict[str, StoredFile], dict[str, StoredPart]]:
+    """Return the files of a run from all folders, and the parts that have some of them.
+
+    The files of a shard or learner are from one folder: the one with its newest file.
+    """
+    if not parts:
+        return own, {}
+    sources = {"": own, **{name: state.files for name, state in parts.items()}}
+    newest: dict[str, tuple[int, str]] = {}
+    for source, files in sources.items():
+        for path, file in files.items():
+            owner = process_of_file(path)
+            if owner not in newest or newest[owner][0] < file.mtime_ns:
+                newest[owner] = file.mtime_ns, source
+    newest[""] = 0, ""  # files of the whole run are those of shard 0's folder
+    chosen: dict[str, StoredFile] = {}
+    used: dict[str, StoredPart] = {}
+    for source, files in sources.items():
+        mine = {p: file for p, file in files.items() if newest[process_of_file(p)][1] == source}
+        chosen |= mine
+        if source and mine:
+            state = parts[source]
+            used[source] = StoredPart(state.number, state.host, state.wall)
+    shards = {path.split("/")[1] for path in chosen if path.startswith("durable/")}
+    for folder in {path.rpartition("/")[0] for path in chosen if path.startswith("checkpoints/")}:
+        expected = {f"{folder}/{shard}.safetensors" for shard in shards}
+        # A part may be older than the manifest. Such a checkpoint of the run is incomplete.
+        if "/" in folder and not {f"{folder}/manifest.json", *expected} <= chosen.keys():
+            chosen = {p: file for p, file in chosen.items() if not p.startswith(f"{folder}/")}
+    return chosen, used
+
+
+def process_of_file(path: str) -> str:
+    """Return the shard or learner that writes a file; empty for a file of the whole run.
+
+    >>> process_of_file("tape/shard-1-standby.jsonl"), process_of_file("coordinator/00000001.json")
+    ('shard-1', '')
+    """
+    first, _, rest = path.partition("/")
+    if first not in ("claims", "checkpoints", "durable", "learners", "logs", "tape"):
+        return ""
+    name = rest.rpartition("/")[2] if first == "checkpoints" else rest.partition("/")[0]
+    name = name if first == "learners" else name.partition(".")[0]
+    shard = re.match(r"shard-\d+(?=-standby$|$)", name)
+    return shard[0] if shard else "" if name in _OF_THE_RUN else name
+
+
+_OF_THE_RUN = ("coordinator", "coordinator-standby", "launcher", "logger", "manifest", "mirror")
+"""Names of tapes, logs and files of checkpoints that are of no shard or learner."""
+
+
+def _manifest(number: int, part: str = "") -> str:
+    return f"{_place(part)}{MANIFESTS}/{number:08d}.json"
 
 
 def _pieces_that_stay(

@@ -5,7 +5,7 @@ credentials, region and endpoint from the environment or from the machine's own 
 address. An object appears whole or not at all, and the next read or list shows it.
 
 Every error is one sentence: `ConfigError` if only a user can fix it (no such bucket, no permission,
-no region), `StorageError` if the store is away and may come back.
+no region), `StorageError` if the store is unreachable and a later request may succeed.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
         "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|401 Unauthorized|invalid_grant"
         "|failed to authenticate",
         "does not accept the credentials of this process",
-        "check {credentials}, or the role of this machine",
+        "check {credentials}, or the role of this machine{service}",
     ),
     (
         "without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation"
@@ -115,10 +115,14 @@ _REFUSALS: tuple[tuple[str, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """The name of an object below the store's address, and its size in bytes."""
+    """The name of an object below the store's address, and its size in bytes.
+
+    ``modified`` is when it was written, seconds since the Unix epoch by the store's clock.
+    """
 
     name: str
     nbytes: int
+    modified: float
 
 
 class Objects:
@@ -221,7 +225,13 @@ class Objects:
             for meta in page:
                 # Not every store takes `offset` into account.
                 if str(meta["path"]).startswith(f"{prefix}/") and str(meta["path"]) > after:
-                    yield StoredObject(str(meta["path"]), int(meta["size"]))
+                    modified = meta["last_modified"].timestamp()
+                    yield StoredObject(str(meta["path"]), int(meta["size"]), modified)
+
+    def folders(self, prefix: str) -> list[str]:
+        """Return the names of the folders in a folder, in order."""
+        found = self._request(lambda: _obstore().list_with_delimiter(self._store, prefix))
+        return sorted(str(each).rpartition("/")[2] for each in found["common_prefixes"])
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that do not exist count as deleted."""
@@ -239,7 +249,7 @@ class Objects:
         Raises:
             FileNotFoundError: The object does not exist.
             ConfigError: Only a user can fix the error.
-            StorageError: The store is away.
+            StorageError: The store is unreachable.
         """
         from obstore.exceptions import BaseError
 
@@ -261,14 +271,21 @@ def temporary_folder(owner: object) -> Path:
 
 def _refusal(address: str, text: str) -> ConfigError | StorageError:
     scheme = urlsplit(address).scheme
+    endpoint = next((name for name in _ENDPOINTS.get(scheme, ()) if os.environ.get(name)), "")
+    is_aws = scheme == "s3" and not endpoint
     words = {
         "bucket": "container" if scheme == "az" else "bucket",
         "credentials": _CREDENTIALS.get(scheme, ""),
+        "service": ", or set AWS_ENDPOINT_URL if the bucket is not at AWS" if is_aws else "",
     }
     for pattern, wrong, fix in _REFUSALS:
         if re.search(pattern, text):
             return ConfigError(f"store={address!r} {wrong}: {fix}".format(**words))
-    return StorageError(f"store={address!r} is away ({_in_short(text)}): check the network")
+    if scheme == "file":
+        fix = "check that the folder is mounted and writable, and that its disk is not full"
+    else:
+        fix = f"check the network and {endpoint}" if endpoint else "check the network"
+    return StorageError(f"store={address!r} is unreachable ({_in_short(text)}): {fix}")
 
 
 def _in_short(text: str) -> str:

@@ -51,6 +51,11 @@ class Source(Protocol):
     live: bool
     generation: int
 
+    @property
+    def stored(self) -> StoredCopy | None:
+        """The copy that is read, for a run in an object store."""
+        ...
+
     def poll(self) -> list[Record]:
         """Return the records since the last call.
 
@@ -99,6 +104,7 @@ class FolderSource:
     """A run folder, a tape folder or a tape file on this machine."""
 
     live = False
+    stored: StoredCopy | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -156,11 +162,11 @@ class StoreSource(FolderSource):
     """The tapes of a run in an object store, as of its newest state."""
 
     def __init__(self, address: str) -> None:
-        self._copy = StoredCopy(address, FOLDER_NAME)
-        super().__init__(self._copy.folder)
+        self.stored: StoredCopy = StoredCopy(address, FOLDER_NAME)
+        super().__init__(self.stored.folder)
 
     def poll(self) -> list[Record]:
-        self._copy.refresh()
+        self.stored.refresh()
         return super().poll()
 
 
@@ -168,6 +174,7 @@ class SyncerSource:
     """The shards of a running syncer, which serve their tapes."""
 
     live = True
+    stored = None
 
     def __init__(
         self,

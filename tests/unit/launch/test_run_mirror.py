@@ -15,6 +15,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.run_mirror import (
     RESTORING,
     copy_newest_state,
+    part_of,
     require_store_usable,
     restored_run,
 )
@@ -76,7 +77,7 @@ def test_an_interrupted_copy_is_repeated(
 
     def fail_at_the_end(objects: Objects, folder: Path, path: str, file: object) -> None:
         if path == "run.toml":
-            raise StorageError("the store is away")
+            raise StorageError("the store is unreachable")
         restore_file(objects, folder, path, file)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
@@ -109,9 +110,9 @@ def test_a_resumed_run_does_not_wait_for_a_store_that_is_away(
     config = config_of(tmp_path / "run", "s3://bucket/x")
     with caplog.at_level(logging.WARNING):
         require_store_usable(config, resume=True)
-    assert "is away" in caplog.text
+    assert "is unreachable" in caplog.text
     assert "the run continues, and the mirror retries" in caplog.text
-    with pytest.raises(StorageError, match="is away"):
+    with pytest.raises(StorageError, match="is unreachable"):
         require_store_usable(config, resume=False)
 
 
@@ -128,3 +129,27 @@ def test_a_standby_copies_a_newer_state_and_keeps_a_present_one(store: str, tmp_
     old.write_text("newer than the state")
     copy_newest_state(config, other)
     assert old.exists()
+
+
+@pytest.mark.parametrize(
+    ("tapes", "part"),
+    [
+        (["shard-0", "shard-1"], ""),
+        (["shard-0-standby", "shard-1"], ""),
+        (["shard-10", "shard-2-standby", "learner-0", "mirror"], "shard-2"),
+        (["learner-0"], ""),
+    ],
+)
+def test_a_folder_without_shard_0_is_a_part(tmp_path: Path, tapes: list[str], part: str) -> None:
+    (tmp_path / "tape").mkdir()
+    for name in tapes:
+        (tmp_path / f"tape/{name}.jsonl").write_text("")
+    assert part_of(tmp_path) == part
+
+
+def test_a_part_keeps_its_name_if_a_shard_with_a_lower_number_joins_it(tmp_path: Path) -> None:
+    (tmp_path / "tape").mkdir()
+    for name in ("shard-1", "shard-2"):
+        (tmp_path / f"tape/{name}.jsonl").write_text("")
+    Standing("file:///x", "run", 1, "writer", part="shard-2").write(tmp_path)
+    assert part_of(tmp_path) == "shard-2"

@@ -3,6 +3,9 @@
 import io
 import json
 import re
+import shutil
+import socket
+import time
 from dataclasses import fields, replace
 
 import pytest
@@ -18,7 +21,7 @@ from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import SCHEMA
 from decoupled_diloco.tape.samples import EndRequested, ProcessEnded, ProcessStarted
-from decoupled_diloco.tape.sources import FolderSource
+from decoupled_diloco.tape.sources import FolderSource, open_source
 from unit.show.show_worlds import BACK_AT, KILLED_AT, A, B, C, D, lines_of, write_world
 from worlds.faults import Fault
 
@@ -367,3 +370,33 @@ def test_a_longer_run_in_the_same_place_is_read_from_the_start(folder, tmp_path)
         file.write(whole.splitlines(keepends=True)[-1])
     assert len(source.poll()) == 1
     assert source.generation == 1
+
+
+def test_the_status_of_a_run_in_a_store_is_as_of_its_newest_state(folder, tmp_path):
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install -e '.[store]'")
+    from decoupled_diloco.storage.mirror import Mirror
+    from decoupled_diloco.storage.object_store import Objects
+
+    run, second, address = tmp_path / "run", tmp_path / "second", f"file://{tmp_path}/store"
+    shutil.copytree(folder / "tape", run / "tape")
+    (run / "run.toml").write_text("[run]\n")
+    (second / "tape").mkdir(parents=True)
+    (second / "tape/shard-9.jsonl").write_text("")
+    main = Mirror(run, Objects(address), "x")
+    part = Mirror(second, Objects(address), "x", "shard-9")
+    part.write()
+    for number in range(3):
+        (run / "tape/shard-0-standby.jsonl").write_text("\n" * number)
+        assert main.write()
+        part.write()
+    source = open_source(address)
+    status = status_of(run_of(source.poll()), time.time() + 100, stored=source.stored)
+    store = status.store
+    assert store is not None
+    assert (store.address, store.state, store.backlog_bytes) == (address, 3, 0)
+    assert 100 <= store.seconds_ago < 200
+    (of_part,) = store.parts
+    assert (of_part.name, of_part.host) == ("shard-9", socket.gethostname())
+    assert store.seconds_ago < of_part.seconds_ago < 200
+    shown = " ".join(text_of(status).split())
+    assert f"store {address} has state 3 of 1 min 40 s ago, part shard-9 from" in shown

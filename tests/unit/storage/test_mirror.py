@@ -269,7 +269,7 @@ def test_of_two_writers_one_wins(folder: Path, objects: Objects, tmp_path: Path)
     append(folder, "tape/shard-0.jsonl", b"first\n")
     with pytest.raises(ConfigError, match="has state 2 from a process on") as caught:
         first.write()
-    assert "this process mirrors no longer" in str(caught.value)
+    assert "this mirror has stopped" in str(caught.value)
     assert first.is_replaced
     assert restored(objects, tmp_path / "c")["tape/shard-0.jsonl"].endswith(b"second\n")
     # The first folder cannot continue either, and nothing in the store is lost.
@@ -351,10 +351,10 @@ def test_a_copy_has_only_the_parts_that_are_needed(folder: Path, objects: Object
     ("text", "message"),
     [
         (b"{", "is not a manifest of a run"),
-        (b'{"format": 9}', "has format=9, but this version reads only 1"),
+        (b'{"format": 9}', "has format=9, but this version reads only 2"),
         (
-            b'{"format": 1, "number": 1, "run": "", "name": "", "writer": "", "host": "", '
-            b'"wall": 0, "files": {"../x": [0, ""]}}',
+            b'{"format": 2, "number": 1, "run": "", "name": "", "writer": "", "host": "", '
+            b'"wall": 0, "after": 0, "parts": {}, "files": {"../x": [0, ""]}}',
             "is not a path in a run folder",
         ),
     ],
@@ -383,3 +383,280 @@ def test_a_folder_that_does_not_exist_is_not_created_by_a_reader(tmp_path: Path)
 def test_a_store_without_a_run_is_refused(objects: Objects) -> None:
     with pytest.raises(ConfigError, match="has no run: use the address that"):
         required_state(objects)
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Path:
+    """The folder of shards 1 and 2 on another machine."""
+    run = tmp_path / "second"
+    write(run, "run.toml", b"[run]\n# of the second machine\n")
+    for shard in (1, 2):
+        write(run, f"tape/shard-{shard}.jsonl", b'{"b": 1}\n')
+        write(run, f"durable/shard-{shard}/00000001.safetensors", b"weights of %d" % shard)
+        write(run, f"durable/shard-{shard}/00000001.journal", b"record")
+    write(run, "tape/mirror.jsonl", b"of the part's mirror\n")
+    write(run, "learners/b/00000001.safetensors", b"checkpoint")
+    return run
+
+
+def two_mirrors(folder: Path, second: Path, objects: Objects) -> tuple[Mirror, Mirror]:
+    """Return the mirrors of a run and its part, with a state that has the files of both."""
+    main, part = Mirror(folder, objects, "x"), Mirror(second, objects, "x", "shard-1")
+    assert not part.write(), "there is no state of the run yet"
+    assert main.write()
+    assert part.write()
+    assert main.write()
+    return main, part
+
+
+def test_a_state_has_the_files_of_all_folders(
+    folder: Path, second: Path, objects: Objects, tmp_path: Path
+) -> None:
+    _, part = two_mirrors(folder, second, objects)
+    found = restored(objects, tmp_path / "other")
+    of_second = content_of(second)
+    for path in ("run.toml", "tape/mirror.jsonl"):  # files of the whole run are from shard 0
+        del of_second[path]
+    assert found == content_of(folder) | of_second
+    state = required_state(objects)
+    assert {name: each.number for name, each in state.parts.items()} == {"shard-1": part.number}
+
+
+def test_parts_are_read_before_the_own_files_so_that_none_is_newer_than_the_coordinator(
+    folder: Path, second: Path, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, part = two_mirrors(folder, second, objects)
+    opened: list[str] = []
+    open_file, read_parts = Mirror._open, Mirror._read_parts
+
+    def open_later(self: Mirror, path: str) -> object:
+        opened.append(path)
+        return open_file(self, path)
+
+    def read_first(self: Mirror) -> None:
+        assert not opened
+        read_parts(self)
+        append(second, "tape/shard-1.jsonl", b"later\n")
+        with monkeypatch.context() as patched:
+            patched.setattr(Mirror, "_open", open_file)
+            assert part.write()
+
+    monkeypatch.setattr(Mirror, "_open", open_later)
+    monkeypatch.setattr(Mirror, "_read_parts", read_first)
+    append(folder, "tape/shard-0.jsonl", b"more\n")
+    assert main.write()
+    assert b"later" not in restored(objects, tmp_path / "other")["tape/shard-1.jsonl"]
+
+
+def test_a_part_waits_if_no_state_of_the_run_names_its_states_and_not_at_the_end(
+    folder: Path, second: Path, objects: Objects
+) -> None:
+    main, part = two_mirrors(folder, second, objects)
+    assert [part.write(), part.write(), part.write()] == [True, True, False]
+    assert part.is_ahead
+    append(second, "tape/shard-2.jsonl", b"the end\n")
+    assert part.write(last=True)
+    assert not part.write(last=True), "nothing is new"
+    main.write()
+    assert part.write()
+    assert not part.is_ahead
+
+
+def test_a_part_keeps_what_a_state_in_use_names_and_deletes_the_rest(
+    folder: Path,
+    second: Path,
+    objects: Objects,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+    objects.put("parts/shard-1/objects/dead/00000001.x", b"an orphan of a process that was killed")
+    main, part = two_mirrors(folder, second, objects)
+    for number in range(6):
+        write(second, "durable/shard-1/00000001.safetensors", b"w" * (number + 1))
+        write(folder, "durable/shard-0/00000001.safetensors", b"w" * (number + 1))
+        part.write()
+        if number % 2:
+            main.write()
+        for each in objects.listed("manifests"):
+            text = objects.get(each.name)
+            assert text is not None
+            restore(objects, tmp_path / f"{number}", StoredState.read(text, each.name))
+    needed = set().union(*(each.objects for each in (*main._kept, *part._kept)))
+    found = {each.name for each in objects.listed("objects")}
+    found |= {each.name for each in objects.listed("parts/shard-1/objects")}
+    assert found == needed
+    states = [int(each.name[-13:-5]) for each in objects.listed("parts/shard-1/manifests")]
+    assert sorted(states) == [3, 4, 5, 6, 7], "from the older one that the part has found named"
+
+
+def test_a_run_that_continues_in_one_folder_ends_its_parts(
+    folder: Path,
+    second: Path,
+    objects: Objects,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+    _, part = two_mirrors(folder, second, objects)
+    other, state = tmp_path / "other", required_state(objects)
+    restore(objects, other, state)
+    Standing.restored(objects, state).write(other)
+    append(second, "tape/shard-1.jsonl", b"of a process that is still alive\n")
+    assert part.write()
+    continued = Mirror(other, objects, "x")
+    append(other, "tape/shard-1.jsonl", b"continued\n")
+    assert continued.write()
+    assert not required_state(objects).parts
+    with pytest.raises(
+        ConfigError, match=r"has state 3 from a process on .*, without part shard-1"
+    ):
+        part.write()
+    assert part.is_replaced
+    for number in range(3):
+        write(other, "durable/shard-1/00000001.safetensors", b"w" * (number + 1))
+        write(other, "durable/shard-2/00000001.safetensors", b"w" * (number + 1))
+        continued.write()
+    continued.end()
+    assert restored(objects, tmp_path / "c") == content_of(other)
+    of_part = [each.name for each in objects.listed("parts/shard-1")]
+    assert set(of_part) <= required_state(objects).objects, "the rest is deleted"
+
+
+def test_of_two_machines_with_one_part_the_later_one_wins(
+    folder: Path, second: Path, objects: Objects, tmp_path: Path
+) -> None:
+    main, first = two_mirrors(folder, second, objects)
+    third = tmp_path / "third"
+    shutil.copytree(second, third)
+    (third / "store.json").unlink()
+    later = Mirror(third, objects, "x", "shard-1")
+    assert not later.write(), "is this the run of the store? Its next state shows it"
+    append(folder, "tape/shard-0.jsonl", b"more\n")
+    main.write()
+    write(third, "durable/shard-1/00000002.safetensors", b"of the later machine")
+    assert later.write()
+    with pytest.raises(
+        ConfigError, match="has state 2 of part shard-1 from a process on"
+    ) as caught:
+        first.write()
+    assert str(caught.value).endswith("this mirror has stopped; end one of the two runs")
+    main.write()
+    found = restored(objects, tmp_path / "other")
+    assert found["durable/shard-1/00000002.safetensors"] == b"of the later machine"
+
+
+def test_a_part_does_not_join_another_run(folder: Path, second: Path, objects: Objects) -> None:
+    main, part = Mirror(folder, objects, "x"), Mirror(second, objects, "y", "shard-1")
+    main.write()
+    assert not part.write(), "the state may be of an earlier run"
+    append(folder, "tape/shard-0.jsonl", b"more\n")
+    main.write()
+    with pytest.raises(ConfigError, match="has another run, 'x' from"):
+        part.write()
+    never = Mirror(second, objects, "x", "shard-1")
+    with pytest.raises(StorageError, match="mirror the folder of shard 0 first"):
+        never.write(last=True)
+
+
+def test_a_restarted_mirror_of_a_part_continues(
+    folder: Path, second: Path, objects: Objects
+) -> None:
+    two_mirrors(folder, second, objects)
+    again = Mirror(second, objects, "x", "shard-1")
+    assert not again.write(last=True)
+    assert (again.number, again.sent_bytes) == (1, 0)
+    append(second, "tape/shard-1.jsonl", b"more\n")
+    assert again.write()
+    assert again.number == 2
+
+
+def test_a_shard_that_has_moved_is_from_the_folder_with_its_newest_file(
+    folder: Path, second: Path, objects: Objects, tmp_path: Path
+) -> None:
+    write(folder, "durable/shard-1/00000009.safetensors", b"before it moved")
+    write(folder, "tape/shard-1.jsonl", b"before it moved")
+    for path in ("durable/shard-1/00000009.safetensors", "tape/shard-1.jsonl"):
+        os.utime(folder / path, ns=(5, 5))
+    two_mirrors(folder, second, objects)
+    found = restored(objects, tmp_path / "other")
+    assert "durable/shard-1/00000009.safetensors" not in found
+    assert found["tape/shard-1.jsonl"] == b'{"b": 1}\n'
+
+
+def test_a_checkpoint_of_the_run_without_a_part_is_left_out(
+    folder: Path, second: Path, objects: Objects, tmp_path: Path
+) -> None:
+    main, part = two_mirrors(folder, second, objects)
+    write(folder, "checkpoints/000001/manifest.json", b"{}")
+    write(folder, "checkpoints/000001/shard-0.safetensors", b"0")
+    main.write()
+    assert not any(path.startswith("checkpoints") for path in required_state(objects).files)
+    for shard in (1, 2):
+        write(second, f"checkpoints/000001/shard-{shard}.safetensors", b"%d" % shard)
+    part.write()
+    main.write()
+    found = restored(objects, tmp_path / "other")
+    names = sorted(path for path in found if path.startswith("checkpoints"))
+    assert [path.rpartition("/")[2].partition(".")[0] for path in names] == [
+        "manifest",
+        *(f"shard-{shard}" for shard in range(3)),
+    ]
+
+
+def test_after_two_writers_the_store_has_two_states_and_their_objects(
+    folder: Path, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writer has written two states before one of them loses."""
+    first, other = Mirror(folder, objects, "x"), tmp_path / "other"
+    for number in range(2):
+        append(folder, "tape/shard-0.jsonl", b"%d\n" % number)
+        first.write()
+    state = required_state(objects)
+    restore(objects, other, state)
+    Standing.restored(objects, state).write(other)
+    winner = Mirror(other, objects, "x")
+    winner.begin()
+    for number in range(2):
+        append(other, "tape/shard-0.jsonl", b"of the winner %d\n" % number)
+        winner.write()
+    append(folder, "tape/shard-0.jsonl", b"of the loser\n")
+    with monkeypatch.context() as patched:  # the loser ends before it deletes anything
+        patched.setattr(Objects, "delete", lambda *_: None)
+        with pytest.raises(ConfigError):
+            first.write()
+    append(other, "tape/shard-0.jsonl", b"the end\n")
+    winner.write(last=True)
+    winner.end()
+    assert {each.name for each in objects.listed("manifests")} == {
+        f"manifests/{number:08d}.json" for number in (4, 5)
+    }
+    needed = set().union(*(each.objects for each in winner._kept))
+    assert {each.name for each in objects.listed(OBJECTS)} == needed
+    assert restored(objects, tmp_path / "c") == content_of(other)
+
+
+def test_the_objects_of_a_process_that_continues_the_run_are_not_orphans(
+    folder: Path, objects: Objects
+) -> None:
+    mirror = Mirror(folder, objects, "x")
+    mirror.write()
+    objects.put(f"{OBJECTS}/next/00000001.x", b"of the next state")
+    mirror.end()
+    assert objects.get(f"{OBJECTS}/next/00000001.x") is not None
+
+
+def test_a_loser_deletes_what_it_has_uploaded_for_no_state(
+    folder: Path, objects: Objects, tmp_path: Path
+) -> None:
+    first, other = Mirror(folder, objects, "x"), tmp_path / "other"
+    first.write()
+    shutil.copytree(folder, other)
+    second = Mirror(other, objects, "x")
+    append(other, "tape/shard-0.jsonl", b"second\n")
+    second.write()
+    before = {each.name for each in objects.listed(OBJECTS)}
+    append(folder, "tape/shard-0.jsonl", b"first\n")
+    with pytest.raises(ConfigError):
+        first.write()
+    assert {each.name for each in objects.listed(OBJECTS)} == before

@@ -95,8 +95,8 @@ def test_without_obstore_the_message_names_the_extra(monkeypatch: pytest.MonkeyP
             "Generic S3 error: Error performing GET http://h/b?list-type=2 in 2.1ms, after 2 "
             "retries, max_retries: 2, retry_timeout: 180s  - HTTP error: error sending request",
             StorageError,
-            "store='s3://b/x' is away (GET http://h/b: HTTP error: error sending request): check "
-            "the network",
+            "store='s3://b/x' is unreachable (GET http://h/b: HTTP error: error sending request): "
+            "check the network",
         ),
     ],
 )
@@ -104,6 +104,27 @@ def test_an_error_is_one_sentence(answer: str, kind: type[DilocoError], message:
     error = object_store._refusal("s3://b/x", answer)
     assert type(error) is kind
     assert str(error) == message
+
+
+def test_an_error_names_the_endpoint_where_it_may_be_the_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unknown_key = "403 Forbidden: <Code>InvalidAccessKeyId</Code>"
+    elsewhere = ", or set AWS_ENDPOINT_URL if the bucket is not at AWS"
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    assert str(object_store._refusal("s3://b/x", unknown_key)).endswith(elsewhere)
+    assert "AWS_ENDPOINT_URL" not in str(object_store._refusal("s3://b/x", "connection refused"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+    assert elsewhere not in str(object_store._refusal("s3://b/x", unknown_key))
+    assert str(object_store._refusal("s3://b/x", "connection refused")) == (
+        "store='s3://b/x' is unreachable (connection refused): check the network and "
+        "AWS_ENDPOINT_URL"
+    )
+    assert "AWS" not in str(object_store._refusal("gs://b/x", "connection refused"))
+    assert str(object_store._refusal("file:///b/x", "No space left on device")) == (
+        "store='file:///b/x' is unreachable (No space left on device): check that the folder is "
+        "mounted and writable, and that its disk is not full"
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,8 +146,8 @@ def test_an_error_is_one_sentence(answer: str, kind: type[DilocoError], message:
             "gs://b/x",
             "Error performing token request: Error performing POST https://oauth2.googleapis.com/"
             "token in 3ms - HTTP error: error sending request",
-            "is away (token request: POST https://oauth2.googleapis.com/token: HTTP error: error "
-            "sending request): check the network",
+            "is unreachable (token request: POST https://oauth2.googleapis.com/token: HTTP error: "
+            "error sending request): check the network",
         ),
         (
             "az://b/x",
