@@ -41,7 +41,13 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config.addresses import is_url
-from decoupled_diloco.errors import ConfigError, RunEndedError, StorageError, TransportError
+from decoupled_diloco.errors import (
+    ConfigError,
+    NotJoinedError,
+    RunEndedError,
+    StorageError,
+    TransportError,
+)
 from decoupled_diloco.learner.arguments import checkpointer_of, require_model
 from decoupled_diloco.learner.checkpointer import all_stateful
 from decoupled_diloco.learner.launched import launched_as
@@ -215,6 +221,8 @@ class Device:
         except RunEndedError:
             raise
         except TransportError as error:
+            if isinstance(error, NotJoinedError):
+                runtime().disk.remove(self._mark)  # its residuals are not sent
             advice = "has no weights of the run yet: visit the run later"
             if self._has_weights:
                 advice = "can continue alone with Device.train() or step(), and visit later"

@@ -6,6 +6,7 @@ DilocoError
 ├── ProtocolError    a message or a payload breaks the rules: drop that peer, never the run
 ├── TransportError   a peer cannot be reached, or the connection was lost
 │   ├── AccessError  the peer rejects this process: wrong auth token, or another's learner name
+│   ├── NotJoinedError  the run has not admitted this process, so nothing was exchanged
 │   └── RunEndedError  no process listens anymore, and the run folder records the run's end
 ├── StorageError     a file is missing, torn or has another format, or the disk is full
 ├── MergeError       tensors cannot be merged: wrong size, not finite, no weight
@@ -47,6 +48,10 @@ class AccessError(TransportError):
     """The peer rejects this process: wrong auth token, or a learner name of another principal."""
 
     exit_code = 5
+
+
+class NotJoinedError(TransportError):
+    """No run has admitted this process within a timeout, so nothing was exchanged."""
 
 
 class RunEndedError(TransportError):

@@ -120,6 +120,8 @@ def test_being_away_is_no_failure(make: Make, tapes: str) -> None:
         device.visit(steps=4)
         device.alone()
     phone.visit(steps=4)
+    members = system.shards[0].machine.state.members
+    until(lambda: not members, "the shard has received that both have left")
     system.stop()
     if tapes != "all tapes":
         for name in ("phone", "other"):
@@ -181,8 +183,14 @@ def test_a_device_can_continue_alone_while_the_syncer_is_unreachable(make: Make)
             pass
         assert str(caught.value).endswith(advice)
         assert "Timeouts(disconnect=0.5)" in str(caught.value)
+    newest = CheckpointFolder(phone.folder).newest()
+    assert newest is not None
     phone.alone()
     assert phone.device.steps == 7
+    phone.device._begin_visit()
+    later = CheckpointFolder(phone.folder).newest()
+    assert later is not None
+    assert later.with_residual == newest.with_residual == [0, 1], "nothing was exchanged"
 
 
 def test_a_later_visit_fetches_differences_and_no_whole_copy(make: Make) -> None:

@@ -19,6 +19,7 @@ from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
     DilocoError,
+    NotJoinedError,
     ProtocolError,
     RunEndedError,
     TransportError,
@@ -210,7 +211,8 @@ class CoordinatorSession:
             AccessError: The auth token is not accepted.
             ConfigError: The run rejects this process permanently.
             ProtocolError: The peer is not a syncer.
-            TransportError: A timeout has passed, or the run has ended.
+            NotJoinedError: A timeout has passed.
+            RunEndedError: The run has ended.
         """
         backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), now()
         while True:
@@ -233,8 +235,11 @@ class CoordinatorSession:
             else:
                 self._trouble.over(f"{self._identity.name} is in the run")
                 return channel
-            self._here.check_patience(problem)
-            self._check_timeout(problem, now() - began)
+            try:
+                self._here.check_patience(problem)
+                self._check_timeout(problem, now() - began)
+            except TransportError as error:
+                raise NotJoinedError(str(error)) from None
             await asyncio.sleep(self._at_most(backoff.next()))
 
     async def stay(self, client: Client, channel: Channel) -> None:
