@@ -343,6 +343,10 @@ class WebSocketChannel:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_SECONDS):
                     await asyncio.wait([loops[1]])  # the writer, which empties the outbox
+            # While the reader runs: if it were cancelled first, aiohttp would close the connection
+            # without the peer's close frame. Then the peer's kernel discards what the peer has not
+            # read yet, if it has sent something in the meantime.
+            await self._close_socket()
         finally:
             self.shut("cancelled")
             tasks = loops if self._answering is None else [*loops, self._answering]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import logging
+import re
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.transport.documents import Document
+from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.tokens import Tokens
@@ -91,3 +96,42 @@ async def test_a_peer_that_reads_nothing_does_not_delay_the_stop(messages: int) 
     assert time.monotonic() - began < 0.9
     writer.transport.abort()
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+def late_reader(listener: socket.socket) -> bytes:
+    """Accept a control channel, send messages before reading any, and return what was sent."""
+    peer, _ = listener.accept()
+    with peer:
+        request = peer.recv(1 << 16).decode()
+        found = re.search(r"(?i)sec-websocket-key: (\S+)", request)
+        assert found is not None
+        unique = found[1] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+        accept = base64.b64encode(hashlib.sha1(unique.encode()).digest()).decode()
+        peer.sendall(
+            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Accept: {accept}\r\n\r\n".encode()
+        )
+        for _ in range(3):  # a connection that is closed resets after the second message
+            peer.sendall(b"\x81\x02{}")
+            time.sleep(0.2)
+        arrived = peer.recv(1 << 16)
+        peer.sendall(b"\x88\x02\x03\xe8")  # a close frame
+        return arrived
+
+
+async def test_a_last_message_arrives_although_the_peer_is_sending() -> None:
+    """A connection that closes before the peer's close frame would be reset by its messages."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reading = asyncio.get_running_loop().run_in_executor(None, late_reader, listener)
+        client = HttpClient()
+        channel = await client.connect(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", "learner", "learner-0"
+        )
+        assert await channel.receive() == {}
+        channel.send({"last": True})
+        await channel.close("goodbye")
+        frames = await reading
+        await client.close()
+    mask, text = frames[2:6], frames[6:]
+    unmasked = bytes(byte ^ mask[i % 4] for i, byte in enumerate(text[: frames[1] & 0x7F]))
+    assert unmasked == b'{"last":true}'
