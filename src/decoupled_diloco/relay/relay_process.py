@@ -427,7 +427,7 @@ class RelayProcess:
             link = await self._link_of(channel, hello.shard)
             if link is None:
                 return
-            sends = partial(self._relay_sends, behind.relay)
+            sends = partial(self._relay_sends, behind)
             await self._carry(link, channel, first, sends, partial(self._relay_gets, behind))
         finally:
             self._relay_left(behind)
@@ -476,13 +476,13 @@ class RelayProcess:
 
         return sends
 
-    def _relay_sends(self, relay: str, message: dict[str, Any]) -> None:
+    def _relay_sends(self, behind: RelayBehind, message: dict[str, Any]) -> None:
         """Take the announcements of sums from a relay behind this one."""
         for own in _own_frames(message):
             if own.get("type") == "Sum" and self._sums is not None:
-                self._sums.announce(relay, decode(own, (messages.Sum,)))
+                self._sums.announce(behind.connection, decode(own, (messages.Sum,)))
             elif own.get("type") == "SumCorrupt" and self._sums is not None:
-                self._sums.failed(relay, decode(own, (messages.SumCorrupt,)))
+                self._sums.failed(behind.connection, decode(own, (messages.SumCorrupt,)))
 
     def _relay_gets(self, behind: RelayBehind, message: dict[str, Any]) -> None:
         """Expect the sums of a relay behind this one, once its connection has a name."""

@@ -361,16 +361,16 @@ class Shard:
     def _relay_sent(self, relay: str, message: messages.FromRelay) -> None:
         if not self.parts.done():
             return
-        parts, upstream = self.parts.result(), self._relays.sessions[relay].upstream
+        parts, session = self.parts.result(), self._relays.sessions[relay]
         match message:
-            case messages.Sum() | messages.SumCorrupt(relay="") if upstream:
+            case messages.Sum() | messages.SumCorrupt(relay="") if session.upstream:
                 pass  # the relay before it takes its sums
             case messages.Sum():
-                parts.sums.announce(relay, message)
+                parts.sums.announce(session.connection, message)
             case messages.BodyArrived() | messages.BodyCorrupt():
                 parts.uploads.reported(relay, message)
             case messages.SumCorrupt(relay=""):  # of its own sum
-                parts.sums.failed(relay, message)
+                parts.sums.failed(session.connection, message)
             case messages.SumArrived() | messages.SumCorrupt():
                 self.driver.deliver(dataclasses.replace(message, at=relay))
 

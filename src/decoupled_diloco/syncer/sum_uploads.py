@@ -69,23 +69,19 @@ class Sums:
         self._worker = worker
         self._relays = relays
         self._expected: dict[tuple[str, int, int], ExpectedSum] = {}
-        self._connections: set[str] = set()
+        self._connections: dict[str, str] = {}
 
     def begin(self, relay: str, connection: str, fragments: Iterable[int]) -> None:
         """Expect sums of these fragments from a relay that has connected."""
-        self._connections.add(connection)
-        known = {
-            (each.relay, each.fragment)
-            for each in self._expected.values()
-            if each.connection == connection
-        }
+        if connection in self._connections:
+            return
+        self._connections[connection] = relay
         for fragment in fragments:
-            if (relay, fragment) not in known:
-                self._expect(relay, connection, fragment, 1)
+            self._expect(relay, connection, fragment, 1)
 
     def end(self, connection: str) -> None:
         """Refuse the sums of a connection that is lost."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         gone = [each for each in self._expected.values() if each.connection == connection]
         for expected in gone:
             self._forget(expected)
@@ -95,36 +91,38 @@ class Sums:
         path = sum_path(relay, connection, fragment, number)
         upload = self._bodies.expect(path, sum_nbytes(self._tensors.plan, fragment), relay)
         expected = ExpectedSum(relay, connection, fragment, number, upload)
-        self._expected[relay, fragment, number] = expected
+        self._expected[connection, fragment, number] = expected
         upload.when_ended = partial(self._ended, expected)
 
     def _forget(self, expected: ExpectedSum) -> bool:
         """Forget a sum; return whether it was still expected."""
-        name = expected.relay, expected.fragment, expected.number
+        name = expected.connection, expected.fragment, expected.number
         is_current = self._expected.get(name) is expected
         if is_current:
             del self._expected[name]
         return is_current
 
-    def announce(self, relay: str, message: messages.Sum) -> None:
+    def announce(self, connection: str, message: messages.Sum) -> None:
         """Take a relay's announcement of a sum."""
-        expected = self._expected.get((relay, message.fragment, message.number))
+        expected = self._expected.get((connection, message.fragment, message.number))
         if expected is None or expected.message is not None:
-            logger.warning("relay %s announced a sum that is not expected", relay)
+            logger.warning("a relay announced sum %d, which is not expected", message.number)
             return
         expected.message = message
         self._take_up(expected)
 
-    def failed(self, relay: str, message: messages.SumCorrupt) -> None:
+    def failed(self, connection: str, message: messages.SumCorrupt) -> None:
         """Take a relay's report that it could not send a sum."""
-        expected = self._expected.get((relay, message.fragment, message.number))
+        expected = self._expected.get((connection, message.fragment, message.number))
         if expected is not None:
             expected.upload.cancel(message.reason)
             self._ended(expected, False)
-        self._driver.deliver(replace(message, relay=relay))
+        if connection in self._connections:
+            self._driver.deliver(replace(message, relay=self._connections[connection]))
 
     def _ended(self, expected: ExpectedSum, has_arrived: bool) -> None:
-        if self._expected.get((expected.relay, expected.fragment, expected.number)) is not expected:
+        name = expected.connection, expected.fragment, expected.number
+        if self._expected.get(name) is not expected:
             return
         number = expected.number + 1
         self._expect(expected.relay, expected.connection, expected.fragment, number)

@@ -82,7 +82,7 @@ class Shard:
 
     async def arrives(self, body: Tensor, digest: str, number: int = 1) -> Any:
         """The relay announces and sends a sum; return what the machine receives."""
-        self.sums.announce("site-a", messages.Sum(0, number, ASKS, digest))
+        self.sums.announce("c", messages.Sum(0, number, ASKS, digest))
         key = sum_path("site-a", "c", 0, number).removeprefix("/")
         stream = self.bodies.open(key, "site-a", (0, len(body)), len(body), take_over=False)
         async with stream.receiving():
@@ -289,7 +289,7 @@ async def test_the_next_sum_is_expected_while_one_is_verified() -> None:
 
 async def test_a_sum_that_could_not_be_sent_frees_the_next_number() -> None:
     shard = Shard()
-    shard.sums.failed("site-a", messages.SumCorrupt("", 0, 1, ASKS, "the connection broke"))
+    shard.sums.failed("c", messages.SumCorrupt("", 0, 1, ASKS, "the connection broke"))
     assert shard.facts.pop() == messages.SumCorrupt("site-a", 0, 1, ASKS, "the connection broke")
     fact = await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0), number=2)
     assert isinstance(fact, messages.SumArrived)
@@ -309,9 +309,22 @@ async def test_a_sum_that_is_verified_after_its_connection_is_lost_is_forgotten(
     assert await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0)) is None
 
 
+async def test_a_new_connection_does_not_disturb_the_sums_of_the_old_one() -> None:
+    """An end that has lost a connection may connect again before the other end notices."""
+    shard = Shard()
+    shard.sums.begin("site-a", "d", [0])
+    shard.sums.begin("site-a", "c", [0])
+    assert isinstance(
+        await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0)), messages.SumArrived
+    )
+    shard.sums.end("c")
+    shard.sums.begin("site-a", "d", [0])
+    shard.bodies.open("sum/0/site-a/d/1", "site-a", (0, 96), 96, take_over=False)
+
+
 async def test_the_sums_of_a_lost_connection_are_refused() -> None:
     shard = Shard()
     shard.sums.end("c")
-    shard.sums.announce("site-a", messages.Sum(0, 1, ASKS, ""))
+    shard.sums.announce("c", messages.Sum(0, 1, ASKS, ""))
     with pytest.raises(Exception, match="was cancelled"):
         shard.bodies.open("sum/0/site-a/c/1", "site-a", (0, 8), 8, take_over=False)
