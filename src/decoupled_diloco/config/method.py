@@ -124,6 +124,7 @@ def options_of(config: RunConfig) -> Options:
         late=sync.late.policy,
         late_rounds_max=sync.late.max_versions,
         late_discount=sync.late.discount,
+        discount_of=sync.late.discount_of,
         counter_cap_periods=sync.merge.counter_cap_periods,
         norm_gate=sync.merge.norm_gate if sync.wait == "never" else 0.0,
         oversized=sync.merge.oversized,

@@ -239,6 +239,12 @@ class LateSettings(Settings):
     applied once per version that it is late. "polynomial" is (1 + s)^-0.5 for s versions (FedBuff,
     arXiv 2106.06639). Lower the number if late contributions harm the loss."""
 
+    discount_of: Literal["weight", "change"] = "weight"
+    """What the discount multiplies. "weight": a late contribution counts less than the others in
+    its merge; if all are equally late, the merge is as large as without a discount. "change": the
+    contribution itself shrinks, so that a merge of late contributions is a smaller step (FedBuff).
+    Use it where most contributions are late, as those of devices."""
+
     @field_validator("discount", mode="before")
     @classmethod
     def _check_discount(cls, given: Any) -> Any:
@@ -256,9 +262,11 @@ class LateSettings(Settings):
         return given
 
     def inapplicable(self) -> Mapping[str, str]:
-        """The limits of late contributions if they are dropped."""
-        dropped = self.policy == "drop"
-        return dict.fromkeys(("max_versions", "discount"), "with policy='drop'") if dropped else {}
+        """The limits of late contributions if they are dropped, and the use of no discount."""
+        if self.policy == "drop":
+            keys = ("max_versions", "discount", "discount_of")
+            return dict.fromkeys(keys, "with policy='drop'")
+        return {"discount_of": "with discount=1.0"} if self.discount == 1.0 else {}
 
 
 class DeviceSettings(Settings):

@@ -17,6 +17,8 @@ Wait = Literal["never", "at_overlap"]
 Oversized = Literal["refuse", "clip"]
 Late = Literal["next", "drop"]
 Discount = float | Literal["polynomial"]
+DiscountOf = Literal["weight", "change"]
+Draw = Literal["fair", "uniform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ class Options:
         late: What happens to an upload that was in progress when its round merged: it is folded
             into the fragment's ``"next"`` round, or ``"drop"``.
         late_rounds_max: A contribution that is late by more versions is refused.
-        late_discount: The weight of a late contribution is multiplied by this once per version.
+        late_discount: A late contribution is multiplied by this once per version.
             ``"polynomial"``: by (1+s)^-1/2 for a contribution that is s versions late (FedBuff).
+        discount_of: What is multiplied: its weight in the merge, or its values.
         counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
             cannot dominate a merge.
         norm_gate: k of the norm gate; 0: no gate.
@@ -83,6 +86,7 @@ class Options:
     late: Late = "next"
     late_rounds_max: int = 32
     late_discount: Discount = 1.0
+    discount_of: DiscountOf = "weight"
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
     oversized: Oversized = "clip"
