@@ -135,6 +135,7 @@ def options_of(config: RunConfig) -> Options:
         adapt=sync.limits,
         history=sync.history,
         cohort=devices.cohort,
+        draw=devices.draw,
         visit_seconds=devices.visit_seconds,
         seed=run.seed,
         max_steps=run.max_steps,

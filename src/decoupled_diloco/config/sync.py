@@ -284,8 +284,12 @@ class DeviceSettings(Settings):
 
     cohort: int | None = Field(default=None, ge=1)
     """The most devices that train at a time, 1 to `learners`. The coordinator draws the next ones
-    among those present: first those that have trained least often, by a draw that `run.seed`
-    determines. Default: each device that is present trains."""
+    among those present, see `draw`. With participation="async", contributions are about cohort /
+    quorum versions old. Default: each device that is present trains."""
+
+    draw: Literal["fair", "uniform"] = "fair"
+    """Which of the devices that wait gets a place. "fair": one of those that have trained least
+    often. "uniform": any of them, as in FedAvg. `run.seed` determines the draw."""
 
     visit_seconds: float = Field(default=3600.0, gt=0)
     """Time after which a device loses its place in the cohort, whether or not it has come back,
@@ -293,8 +297,8 @@ class DeviceSettings(Settings):
     still counts within `history`."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`visit_seconds` without a cohort."""
-        return {"visit_seconds": "without cohort"} if self.cohort is None else {}
+        """`draw` and `visit_seconds` without a cohort."""
+        return dict.fromkeys(("draw", "visit_seconds"), "without cohort") if not self.cohort else {}
 
 
 class ApplySettings(Settings):

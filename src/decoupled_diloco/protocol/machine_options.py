@@ -64,6 +64,8 @@ class Options:
             how long a shard remembers what it has merged of a device that is away (rule 23);
             ``None``: the run has no devices.
         cohort: The most devices that hold a place to train at a time; ``None``: no limit.
+        draw: Which waiting device gets a place: any of them (``"uniform"``), or one of those with
+            the fewest places so far (``"fair"``).
         visit_seconds: Time after which a device loses its place.
         seed: Seed of the draws among waiting devices.
         max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
@@ -97,6 +99,7 @@ class Options:
     adapt: AdaptLimits | None = None
     history: int | None = None
     cohort: int | None = None
+    draw: Draw = "fair"
     visit_seconds: float = 3600.0
     seed: int = 0
     max_steps: int | None = None
@@ -125,7 +128,7 @@ class Options:
         return self.late_rounds_max if self.history is None else self.history
 
     def discount(self, age: int) -> float:
-        """Return the factor on the weight of a contribution that is late by this many versions.
+        """Return the factor on a contribution that is late by this many versions.
 
         >>> Options(late_discount=0.5).discount(2), Options(late_discount="polynomial").discount(3)
         (0.25, 0.5)
