@@ -130,11 +130,11 @@ def _ending(
         if life.started_at <= at <= until:
             proper = following is None and (ended.code == 0 or life.over)
             return None if proper else (at, ending_in_words(ended.code, ended.signal))
-    if following is not None:
+    evictions = [(at, reason) for at, reason in _evictions(run, name) if at > life.last_at]
+    if any(reason.startswith("left") and at <= until for at, reason in evictions):
+        return None  # a device leaves after each visit
+    if following is not None or (evictions and not life.over):
         return (life.last_at, "fell silent")
-    for at, reason in _evictions(run, name):
-        if at > life.last_at and not reason.startswith("left") and not life.over:
-            return (life.last_at, "fell silent")
     return None
 
 

@@ -282,6 +282,11 @@ class RunFacts:
         self.tokens += tokens - learner.tokens_counted
         learner.tokens_counted = tokens
 
+    @property
+    def has_devices(self) -> bool:
+        """Whether its learners are devices, whose visits are too many to remark on each."""
+        return "devices" in self.settings_of("sync")
+
     def remark(self, subject: str, text: str) -> None:
         """Add a remark, unless it is empty or was made within the last `REPEAT_SECONDS`."""
         if not text:
