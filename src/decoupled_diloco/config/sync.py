@@ -284,8 +284,8 @@ class DeviceSettings(Settings):
 
     cohort: int | None = Field(default=None, ge=1)
     """The most devices that train at a time, 1 to `learners`. The coordinator draws the next ones
-    among those present, see `draw`. With participation="async", contributions are about cohort /
-    quorum versions old. Default: each device that is present trains."""
+    among those present, see `draw`. With participation="async", contributions are up to cohort /
+    quorum versions old on average. Default: each device that is present trains."""
 
     draw: Literal["fair", "uniform"] = "fair"
     """Which of the devices that wait gets a place. "fair": one of those that have trained least
