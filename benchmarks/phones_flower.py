@@ -1,8 +1,8 @@
 """FedAvg and FedProx with sampled clients, compared with Flower for the same clients and rounds.
 
-The clients, their images and their model are those of `phones`. Here, the real processes run in
-virtual time. There, Flower's strategies run in its simulation engine, with the cohorts that were
-drawn here. Flower has a separate environment:
+The clients, their images and their model are those of the scenario `phones`. Here, the real
+processes run in virtual time. There, Flower's strategies run in its simulation engine, with the
+cohorts that were drawn here. Flower has a separate environment:
 
     python benchmarks/peers/environments.py flower
     python benchmarks/phones_flower.py
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from evidence import keep, options
 from peers.environments import INTO
-from phones import BATCH, CLASSES, STEPS, Phones, compared
+from phones import compared
 from torch import Tensor, nn
 from virtual import mean_of
 
@@ -33,23 +33,28 @@ from decoupled_diloco.protocol.messages import Fold, Merge
 from decoupled_diloco_lab.simulate.device_hosts import DeviceSystem, Habits
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.training import RAM, VirtualRun
+from decoupled_diloco_lab.workloads.digits import DigitsOptions, DigitsWorkload
+from decoupled_diloco_lab.workloads.vit import CLASSES
 
 FLOWER = Path(__file__).parent / "peers" / "flower_phones.py"
+STEPS, BATCH = 10, 8
+"""Steps of one visit, and images of a step."""
+
 METHODS = {"FedAvg": 0.0, "FedProx, μ = 0.1": 0.1}
 
 
 class Client:
-    """The workload of one device: `Phones`, with FedProx's term."""
+    """The workload of one device: `DigitsWorkload`, with FedProx's term."""
 
-    def __init__(self, phones: Phones, host: Any, mu: float) -> None:
-        self._phones, self._host, self._mu = phones, host, mu
+    def __init__(self, digits: DigitsWorkload, host: Any, mu: float) -> None:
+        self._digits, self._host, self._mu = digits, host, mu
         self._learner: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._phones, name)
+        return getattr(self._digits, name)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss = self._phones.loss(model, batch)
+        loss = self._digits.loss(model, batch)
         if not self._mu:
             return loss
         if self._host.participant is not self._learner:  # a new visit
@@ -100,7 +105,9 @@ def configuration(given: Any, seed: int) -> RunConfig:
     )
 
 
-def here(given: Any, seed: int, phones: Phones, mu: float) -> tuple[dict[str, Any], Any, Any]:
+def here(
+    given: Any, seed: int, digits: DigitsWorkload, mu: float
+) -> tuple[dict[str, Any], Any, Any]:
     """Train for the rounds; return the result, the cohort of each round, and the weights."""
     config, cohorts = configuration(given, seed), Cohorts()
     specs = [
@@ -114,12 +121,12 @@ def here(given: Any, seed: int, phones: Phones, mu: float) -> tuple[dict[str, An
         Path(folder.name),
         habits=lambda spec: Habits(steps=STEPS),
         seed=seed,
-        workload=lambda host: Client(phones, host, mu),  # type: ignore[arg-type, return-value]
+        workload=lambda host: Client(digits, host, mu),  # type: ignore[arg-type, return-value]
         checks=False,
     )
     system.recorders.append(cohorts)
-    workload: Any = phones
-    with VirtualRun(system, workload, plan_of(layout_of(phones.model()), config), folder) as run:
+    workload: Any = digits
+    with VirtualRun(system, workload, plan_of(layout_of(digits.model()), config), folder) as run:
         system.run(stop=lambda: len(cohorts.rounds) > given.rounds, until=1e6)
         system.run(until=system.now + 1.0)  # the merge ends; the next steps do not
         shard: Any = system.shards[0]
@@ -133,13 +140,18 @@ def here(given: Any, seed: int, phones: Phones, mu: float) -> tuple[dict[str, An
         return result, cohorts.rounds[: given.rounds], run.weights()
 
 
-def task(given: Any, phones: Phones, mu: float, cohorts: list[list[int]]) -> dict[str, Any]:
+def layers(model: Any) -> Any:
+    """Return the layers of a model that receive flat images, as Flower's clients have them."""
+    return nn.Sequential(*list(model)[1:])
+
+
+def task(given: Any, digits: DigitsWorkload, mu: float, cohorts: list[list[int]]) -> dict[str, Any]:
     """Return the same run for Flower."""
     visits = max(sum(part in each for each in cohorts) for part in range(given.devices))
     clients = []
-    for part, (images, labels) in enumerate(phones.own):
-        order = itertools.islice(phones.order(part), visits * STEPS)
-        clients.append((images, labels, torch.stack(list(order))))
+    for part, (images, labels) in enumerate(digits.images_of(given.devices)):
+        order = itertools.islice(digits.order(part), visits * STEPS)
+        clients.append((images.flatten(1), labels, torch.stack(list(order))))
     return {
         "clients": clients,
         "cohorts": cohorts,
@@ -148,7 +160,7 @@ def task(given: Any, phones: Phones, mu: float, cohorts: list[list[int]]) -> dic
         "classes": CLASSES,
         "lr": given.lr,
         "mu": mu,
-        "model": phones.model().state_dict(),
+        "model": layers(digits.model()).state_dict(),
     }
 
 
@@ -169,19 +181,27 @@ def measure(given: Any) -> dict[str, list[dict[str, Any]]]:
     raw: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     runs, tasks = [], []
     for seed, (method, mu) in itertools.product(given.seeds, METHODS.items()):
-        phones = Phones(seed, given.devices, given.alpha, given.hidden, given.lr)
-        ours, cohorts, weights = here(given, seed, phones, mu)
+        options = DigitsOptions(
+            seed=seed,
+            alpha=given.alpha,
+            hidden=given.hidden,
+            batch_size=BATCH,
+            optimizer="sgd",
+            learning_rate=given.lr,
+        )
+        digits = DigitsWorkload(options)
+        ours, cohorts, weights = here(given, seed, digits, mu)
         assert all(len(set(each)) == given.cohort for each in cohorts)
         row = {"seed": seed, "here": ours, "cohorts": cohorts}
-        row["first"] = phones.evaluate(phones.model())
+        row["first"] = digits.evaluate(digits.model())
         raw[method].append(row)
-        runs.append((row, phones, weights))
-        tasks.append(task(given, phones, mu, cohorts))
+        runs.append((row, digits, weights))
+        tasks.append(task(given, digits, mu, cohorts))
         print(seed, method, ours, flush=True)
-    for (row, phones, weights), final in zip(runs, there(given, tasks), strict=True):
-        model = phones.model()
-        model.load_state_dict(final["model"])
-        row["Flower"] = {**phones.evaluate(model), "bytes": final["bytes"]}
+    for (row, digits, weights), final in zip(runs, there(given, tasks), strict=True):
+        model = digits.model()
+        layers(model).load_state_dict(final["model"])
+        row["Flower"] = {**digits.evaluate(model), "bytes": final["bytes"]}
         pairs = zip(weights, model.parameters(), strict=True)
         row["weights"] = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
     return raw

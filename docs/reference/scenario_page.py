@@ -9,7 +9,7 @@ from configuration_page import model_in, setting
 
 from decoupled_diloco_lab.simulate.scenario_file import RUN_TABLES, ScenarioFile
 
-TABLES = ("learners", "links", "events", "random")
+TABLES = ("learners", "links", "devices", "events", "random")
 
 HEAD = """\
 # Scenario
@@ -36,7 +36,8 @@ def page() -> str:
     parts += [setting("top", key, fields[key]) for key in single]
     for table in TABLES:
         field = fields[table]
-        parts.append(f"## `[[{table}]]` {{ #{table} }}\n\n{field.description}\n")
+        heading = "[devices]" if table == "devices" else f"[[{table}]]"
+        parts.append(f"## `{heading}` {{ #{table} }}\n\n{field.description}\n")
         model = model_in(field.annotation)
         parts += [setting(table, key, each) for key, each in model.model_fields.items()]
     tables = ", ".join(f"`[{name}]`" for name in RUN_TABLES[:-1]) + " and `[[faults]]`"

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.protocol.messages import Fetch, Fold
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco_lab import SCENARIOS
 from decoupled_diloco_lab.simulate.device_hosts import DeviceSystem, Habits
+from decoupled_diloco_lab.simulate.scenario import load_scenario
+from decoupled_diloco_lab.simulate.simulation import Simulation
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 
 DEVICES = 8
@@ -68,7 +72,7 @@ def test_devices_that_are_mostly_away_train_a_model(alone: bool, tmp_path: Path)
         LearnerSpec(name, latency=0.05, up_bytes_per_second=1e5, down_bytes_per_second=1e5)
         for name in config.learner_ids
     ]
-    habits = Habits(steps=10, away_seconds=40.0, alone=alone)
+    habits = Habits(steps=10, online=0.2, alone=alone)
     workload: Any = Line()
     system = DeviceSystem(
         config,
@@ -96,3 +100,37 @@ def test_devices_that_are_mostly_away_train_a_model(alone: bool, tmp_path: Path)
     assert any(not each.whole for each in fetched)
     assert sum(host.counts.visits for host in system.devices) >= 2 * DEVICES
     assert torch.allclose(values, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])[: len(values)], atol=0.35)
+
+
+FEWER = {
+    "count = 1000": "count = 40",
+    "cohort = 50": "cohort = 6",
+    "quorum = 20 ": "quorum = 2 ",
+    "max_tokens = 160_000": "max_tokens = 12_800",
+}
+
+
+def test_the_scenario_phones_learns_with_fewer_devices(tmp_path: Path) -> None:
+    text = SCENARIOS.find("phones").read_text()
+    for line, smaller in FEWER.items():
+        assert line in text
+        text = text.replace(line, smaller)
+    path, folder = tmp_path / "phones.toml", tmp_path / "run"
+    path.write_text(text)
+    folder.mkdir()
+    simulation = Simulation(load_scenario(path), folder)
+    try:
+        while simulation.advance():
+            pass
+        assert simulation.finished, simulation.reason
+        simulation.finish()
+    finally:
+        simulation.close()
+    system: Any = simulation.system
+    present = sum(host.counts.present_seconds for host in system.devices)
+    assert present / (system.now * len(system.devices)) == pytest.approx(0.05, abs=0.025)
+    run = read_run(folder)
+    losses = [each.loss or 10.0 for each in run.evaluations]
+    assert losses[0] > 2.2
+    assert min(losses[-3:]) < 0.9
+    assert not run.outages, "a device that leaves after its visit has not failed"

@@ -73,7 +73,7 @@ def with_devices(choices: Choices, options: Options, learners: int) -> Options:
     """
     if not choices.chance(0.5):
         return options
-    return replace(
+    drawn = replace(
         options,
         quorum=choices.integer(1, learners),
         history=choices.integer(1, 8),
@@ -81,6 +81,9 @@ def with_devices(choices: Choices, options: Options, learners: int) -> Options:
         visit_seconds=1e6,  # the checkers follow one visit per life of a process
         late_discount=choices.pick([1.0, 0.5, "polynomial"]),
     )
+    if drawn.late_discount == 1.0:
+        return drawn
+    return replace(drawn, discount_of=choices.fork("discount").pick(["weight", "change"]))
 
 
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ def config_of(
     if options.chain > 1:
         sync["codec"]["downlink"] = "int4"
     if options.late_discount != 1.0:
-        sync["late"]["discount"] = options.late_discount
+        sync["late"] |= {"discount": options.late_discount, "discount_of": options.discount_of}
     if options.devices:
         sync["devices"] = {} if options.late == "drop" else {"history": options.history}
         if options.cohort is not None:

@@ -460,7 +460,8 @@ class WorkloadSettings(Settings):
     table: ClassVar[str] = "[workload]"
 
     name: str = "gpt"
-    """A built-in workload ("gpt", "moe", "vit", "paced"), or your own as "module:function"."""
+    """A built-in workload ("gpt", "paced", "digits", "moe" or "vit"), or your own as
+    "module:function"."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the workload. `decoupled_diloco.workloads` documents those of the built-in

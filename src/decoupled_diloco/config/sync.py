@@ -239,6 +239,12 @@ class LateSettings(Settings):
     applied once per version that it is late. "polynomial" is (1 + s)^-0.5 for s versions (FedBuff,
     arXiv 2106.06639). Lower the number if late contributions harm the loss."""
 
+    discount_of: Literal["weight", "change"] = "weight"
+    """What the discount multiplies. "weight": a late contribution counts less than the others in
+    its merge; if all are equally late, the merge is as large as without a discount. "change": the
+    contribution itself shrinks, so that a merge of late contributions is a smaller step (FedBuff).
+    Use it where most contributions are late, as those of devices."""
+
     @field_validator("discount", mode="before")
     @classmethod
     def _check_discount(cls, given: Any) -> Any:
@@ -256,9 +262,11 @@ class LateSettings(Settings):
         return given
 
     def inapplicable(self) -> Mapping[str, str]:
-        """The limits of late contributions if they are dropped."""
-        dropped = self.policy == "drop"
-        return dict.fromkeys(("max_versions", "discount"), "with policy='drop'") if dropped else {}
+        """The limits of late contributions if they are dropped, and the use of no discount."""
+        if self.policy == "drop":
+            keys = ("max_versions", "discount", "discount_of")
+            return dict.fromkeys(keys, "with policy='drop'")
+        return {"discount_of": "with discount=1.0"} if self.discount == 1.0 else {}
 
 
 class DeviceSettings(Settings):
@@ -276,8 +284,12 @@ class DeviceSettings(Settings):
 
     cohort: int | None = Field(default=None, ge=1)
     """The most devices that train at a time, 1 to `learners`. The coordinator draws the next ones
-    among those present: first those that have trained least often, by a draw that `run.seed`
-    determines. Default: each device that is present trains."""
+    among those present, see `draw`. With participation="async", contributions are up to cohort /
+    quorum versions old on average. Default: each device that is present trains."""
+
+    draw: Literal["fair", "uniform"] = "fair"
+    """Which of the devices that wait gets a place. "fair": one of those that have trained least
+    often. "uniform": any of them, as in FedAvg. `run.seed` determines the draw."""
 
     visit_seconds: float = Field(default=3600.0, gt=0)
     """Time after which a device loses its place in the cohort, whether or not it has come back,
@@ -285,8 +297,8 @@ class DeviceSettings(Settings):
     still counts within `history`."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`visit_seconds` without a cohort."""
-        return {"visit_seconds": "without cohort"} if self.cohort is None else {}
+        """`draw` and `visit_seconds` without a cohort."""
+        return dict.fromkeys(("draw", "visit_seconds"), "without cohort") if not self.cohort else {}
 
 
 class ApplySettings(Settings):

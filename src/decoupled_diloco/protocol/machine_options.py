@@ -17,6 +17,8 @@ Wait = Literal["never", "at_overlap"]
 Oversized = Literal["refuse", "clip"]
 Late = Literal["next", "drop"]
 Discount = float | Literal["polynomial"]
+DiscountOf = Literal["weight", "change"]
+Draw = Literal["fair", "uniform"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ class Options:
         late: What happens to an upload that was in progress when its round merged: it is folded
             into the fragment's ``"next"`` round, or ``"drop"``.
         late_rounds_max: A contribution that is late by more versions is refused.
-        late_discount: The weight of a late contribution is multiplied by this once per version.
+        late_discount: A late contribution is multiplied by this once per version.
             ``"polynomial"``: by (1+s)^-1/2 for a contribution that is s versions late (FedBuff).
+        discount_of: What is multiplied: its weight in the merge, or its values.
         counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
             cannot dominate a merge.
         norm_gate: k of the norm gate; 0: no gate.
@@ -61,6 +64,8 @@ class Options:
             how long a shard remembers what it has merged of a device that is away (rule 23);
             ``None``: the run has no devices.
         cohort: The most devices that hold a place to train at a time; ``None``: no limit.
+        draw: Which waiting device gets a place: any of them (``"uniform"``), or one of those with
+            the fewest places so far (``"fair"``).
         visit_seconds: Time after which a device loses its place.
         seed: Seed of the draws among waiting devices.
         max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
@@ -83,6 +88,7 @@ class Options:
     late: Late = "next"
     late_rounds_max: int = 32
     late_discount: Discount = 1.0
+    discount_of: DiscountOf = "weight"
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
     oversized: Oversized = "clip"
@@ -93,6 +99,7 @@ class Options:
     adapt: AdaptLimits | None = None
     history: int | None = None
     cohort: int | None = None
+    draw: Draw = "fair"
     visit_seconds: float = 3600.0
     seed: int = 0
     max_steps: int | None = None
@@ -121,7 +128,7 @@ class Options:
         return self.late_rounds_max if self.history is None else self.history
 
     def discount(self, age: int) -> float:
-        """Return the factor on the weight of a contribution that is late by this many versions.
+        """Return the factor on a contribution that is late by this many versions.
 
         >>> Options(late_discount=0.5).discount(2), Options(late_discount="polynomial").discount(3)
         (0.25, 0.5)

@@ -1344,9 +1344,9 @@ class Unexpect:
 class Fold:
     """Fold a verified payload into the fragment's accumulator, in the order of these effects.
 
-    ``scale`` multiplies its values and is below 1 if its norm was clipped. ``discount`` multiplies
-    its weight and is below 1 if lateness reduces it. ``relay`` is the relay that has the payload
-    and folds it into its own accumulator; empty: this process.
+    ``scale`` multiplies its values and is below 1 if its norm was clipped or if lateness reduces
+    its change. ``discount`` multiplies its weight and is below 1 if lateness reduces it. ``relay``
+    is the relay that has the payload and folds it into its own accumulator; empty: this process.
     """
 
     fragment: int

@@ -234,6 +234,9 @@ def _fold(
     if gated:
         why = f"{why}; {gated}"
     discount = options.discount(age)
+    if options.discount_of == "change":
+        # A mean divides by its weights. A weight would cancel where all are equally late.
+        scale, discount = scale * discount, 1.0
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount, ask.relay)
     member = state.members[ask.learner]
     member.contributed_at[fragment] = now

@@ -137,9 +137,9 @@ def _ending(
         if life.started_at <= at <= until:
             proper = following is None and (ended.code == 0 or life.over)
             return None if proper else (at, ending_in_words(ended.code, ended.signal))
-    if is_device:
+    if is_device or any(_left(why) and at > life.last_at for at, why in evictions):
         return None
-    silent = any(at > life.last_at and not _left(why) and not life.over for at, why in evictions)
+    silent = any(at > life.last_at for at, _ in evictions) and not life.over
     return (life.last_at, "fell silent") if following is not None or silent else None
 
 

@@ -285,7 +285,8 @@ class RunModel(RunFacts):
     def _noted(self, text: str, why: str, warns: bool) -> None:
         process, names = self.record.process, [n for n in subjects_of(text) if n in self.learners]
         subject = process if text.startswith("it ") else next(iter(names), "")
-        words = note_in_words(process, text, why)
+        visit_ended = self.has_devices and why.startswith("left: ")
+        words = "" if visit_ended else note_in_words(process, text, why)
         if warns and (text in self.warnings or len(self.warnings) < WARNINGS_MAX):
             self.warnings[f"{process} {text}" if text.startswith("it ") else text] = words
         self.remark(subject, words)

@@ -71,6 +71,8 @@ def note_joined(run: RunFacts, learner: LearnerLog) -> None:
     text, down_at = f"{learner.name} joined", learner.down_at
     if down_at is not None:
         text = f"{learner.name} is back, {format_duration(run.at - down_at)} after it went down"
+    elif run.has_devices:
+        text = ""
     elif learner.afar and len(learner.lives) > 1:
         text = f"{learner.name} is back"
     learner.down_at = None

@@ -407,6 +407,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "or 'polynomial'",
     ),
     (
+        {"sync": {"late": {"discount_of": "change"}}},
+        "discount_of='change' in [sync.late] would be ignored with discount=1.0: take discount_of "
+        "out",
+    ),
+    (
         {"sync": {"merge": {"rule": "rad"}}},
         "rule='rad' in [sync.merge] is not known: did you mean 'rda'? (A custom rule is "
         "written as 'module:function'.)",

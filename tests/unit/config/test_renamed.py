@@ -229,7 +229,8 @@ def test_an_override_below_an_earlier_key_is_rejected_with_the_present_one(tmp_p
         ),
         (
             "sync.late.zzz",
-            "unknown key 'zzz' in [sync.late]: choose one of 'policy', 'max_versions', 'discount'",
+            "unknown key 'zzz' in [sync.late]: choose one of 'policy', 'max_versions', 'discount', "
+            "'discount_of'",
         ),
         ("launch.gpus", "'gpus' in [launch] belongs to [launch.learner]: move it there"),
         (

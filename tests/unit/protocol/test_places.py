@@ -131,3 +131,19 @@ def test_the_draw_is_fair_and_states_how_it_was_made() -> None:
         assert max(times.values()) - min(times[name] for name in names) <= 1
         orders.append(given)
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_uniform_draw_takes_no_account_of_earlier_places() -> None:
+    """FedAvg: each round's devices are drawn uniformly at random."""
+    names = [f"phone-{number}" for number in range(4)]
+    run, given = Run(*names, draw="uniform"), Counter[str]()
+    holder = run.wants(names[0])[0][0]
+    for name in names[1:]:
+        run.wants(name)
+    for number in range(1, 401):
+        given[holder] += 1
+        run.machine.places.waiting.add(holder)
+        holder = run.returns(holder, number)[0]
+        assert "among 4 of 4 waiting devices, any of them" in run.sent[0].why
+    assert max(given.values()) - min(given.values()) > 1
+    assert all(70 <= given[name] <= 130 for name in names)

@@ -131,6 +131,16 @@ def test_an_old_base_counts_less_and_counts_nothing_beyond_the_history(
         assert [fold.discount for fold in bench.orders(Fold)] == [pytest.approx(discount)]
 
 
+def test_the_discount_may_shrink_the_change_instead_of_the_weight(shard_bench: Any) -> None:
+    """FedBuff: the change of a contribution that is s versions late is multiplied by (1+s)^-0.5."""
+    bench = shard_bench("a", "b", "c", **OPTIONS, discount_of="change")
+    merge_once(bench, "a", "b", epoch=2)
+    visit(bench, "c", 2, V0)
+    bench.body("c", epoch=2, steps=4, tokens=40)
+    folds = [(fold.scale, fold.discount) for fold in bench.orders(Fold)]
+    assert folds == [(pytest.approx(2**-0.5), 1.0)]
+
+
 def test_a_device_that_comes_back_with_an_older_checkpoint_is_not_merged_twice(
     shard_bench: Any,
 ) -> None:

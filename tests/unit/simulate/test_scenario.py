@@ -9,9 +9,12 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_lab import SCENARIOS
+from decoupled_diloco_lab.chaos.real import require_real
 from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
 from decoupled_diloco_lab.simulate.scenario import Scenario, dump_scenario, load_scenario
 from decoupled_diloco_lab.simulate.scenario_file import RUN_TABLES, ScenarioFile
+from decoupled_diloco_lab.simulate.simulation import specs_of
 
 RUN = """
 [run]
@@ -182,6 +185,7 @@ def test_all_scenarios_are_shipped() -> None:
         "evening-rush",
         "flaky-link",
         "mixed-speeds",
+        "phones",
         "region-drops-out",
         "scavenged-second-half",
         "thousands",
@@ -477,3 +481,88 @@ def test_a_random_choice_may_hit_a_learner_that_is_absent(tmp_path: Path) -> Non
 def test_a_scenario_may_contain_every_table_of_a_run() -> None:
     tables = {field.alias or name for name, field in RunConfig.model_fields.items()}
     assert tables <= set(RUN_TABLES) <= set(ScenarioFile.model_fields)
+
+
+DEVICES = "\n[devices]\nonline = 0.05\n"
+VISITS = """
+[sync]
+fragments = 1
+participation = "async"
+grace_margin = 0.0
+
+[sync.apply]
+missed = "rebase"
+
+[sync.devices]
+
+[data]
+elastic = false
+"""
+
+
+def devices(lines: str = "", budget: str = "max_tokens = 1000", visits: str = VISITS) -> str:
+    return f'[run]\n{budget}\n{visits}\n[workload]\nname = "paced"\n{DEVICES}{lines}'
+
+
+def test_each_device_draws_the_rate_of_its_link(tmp_path: Path) -> None:
+    text = devices('link = ["1Mbit/s", "50Mbit/s"]\n[[learners]]\ncount = 200\n')
+    rates = [each.up_bytes_per_second for each in specs_of(load(tmp_path, text))]
+    assert rates == [each.down_bytes_per_second for each in specs_of(load(tmp_path, text))]
+    assert 125e3 <= min(rates) < 200e3
+    assert 4e6 < max(rates) <= 6.25e6
+    assert sorted(rates)[100] == pytest.approx(125e3 * 50**0.5, rel=0.2), "log-uniform"
+    other = specs_of(load(tmp_path, text, seed=1))
+    assert [each.up_bytes_per_second for each in other] != rates
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (devices("steps = 0"), "steps=0 in [devices] is out of range: it must be at least 1"),
+        (
+            devices().replace("0.05", "0.0"),
+            "online=0.0 in [devices] is out of range: it must be greater than 0",
+        ),
+        (
+            devices('link = ["2Mbit/s", "1Mbit/s"]'),
+            "link=['2Mbit/s', '1Mbit/s'] in [devices] is not a range: write the lower bandwidth "
+            "first",
+        ),
+        (devices('link = ["1Mbit/s", "fast"]'), "in [devices], 'fast' is not a valid bandwidth"),
+        (
+            devices(visits=""),
+            "the scenario has [devices], but its run has no [sync.devices], so contributions from "
+            "older versions would be lost: add [sync.devices] to the run, or remove [devices]",
+        ),
+        (
+            devices(budget="max_steps = 100"),
+            "max_steps=100 cannot be combined with [devices], because devices have no common step: "
+            "set max_tokens instead",
+        ),
+        (
+            devices(
+                'link = ["1Mbit/s", "2Mbit/s"]\n[[learners]]\nlink = "dsl"\n[[links]]\n'
+                'name = "dsl"\nup = "1Mbit/s"\n'
+            ),
+            "up and down of the link 'dsl' would be ignored, because [devices] has link: remove "
+            "one of them",
+        ),
+        (
+            devices(event(kind="kill", target="learner-0", at_seconds=5.0)),
+            "[devices] cannot be combined with [[events]], [[random]] or [[faults]]",
+        ),
+    ],
+)
+def test_mistakes_in_devices(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_devices_are_simulated_with_tensors_only(tmp_path: Path) -> None:
+    scenario = load(tmp_path, devices())
+    with pytest.raises(ConfigError, match="would be ignored with --protocol-only"):
+        ProtocolRun(scenario)
+    with pytest.raises(ConfigError, match="would be ignored by real processes"):
+        require_real(scenario)

@@ -55,6 +55,33 @@ def test_one_learner_and_an_outer_rate_of_one_is_the_identity() -> None:
     assert published.digest == digest(published.whole)
 
 
+@pytest.mark.parametrize("epochs", [1, 5])
+def test_fedavg_weights_a_device_by_its_number_of_images(epochs: int) -> None:
+    """With E epochs over n_k images each, in equal batches, the merge is Σ n_k Δ_k / Σ n_k."""
+    batch, images = 8, [8, 24, 160, 1000]
+    tensors, changes = shard(method="mean"), torch.randn(len(images), N)
+    for number, (count, change) in enumerate(zip(images, changes, strict=True)):
+        ask = Asking(1, 1 + number)
+        deliver(tensors, ask, change)
+        tensors.fold(0, ask, epochs * count / batch, epochs * count)
+    weights = torch.tensor(images, dtype=torch.float64)
+    expected = (weights @ changes.double() / weights.sum()).float()
+    torch.testing.assert_close(tensors.merge(0).whole, expected)
+
+
+@pytest.mark.parametrize(("of", "step"), [("weight", 1.0), ("change", 0.5)])
+def test_equally_late_changes_are_a_smaller_step_only_if_they_are_scaled(
+    of: str, step: float
+) -> None:
+    """FedBuff: the step is (1/K) Σ s(τ) Δ. In a weighted mean, equal s(τ) cancel."""
+    tensors, change, late = shard(method="mean"), torch.linspace(-1, 1, N), 0.5
+    for ask in (FIRST, SECOND):
+        deliver(tensors, ask, change)
+        factors = {"scale": late} if of == "change" else {"discount": late}
+        tensors.fold(0, ask, 4, 400, **factors)
+    torch.testing.assert_close(tensors.merge(0).whole, step * change)
+
+
 def received() -> tuple[ShardTensors, str]:
     """Return a shard of zeros that has received ones, and the digest of these."""
     tensors, ones = shard(), torch.ones(N)

@@ -9,9 +9,9 @@ while it is away, trains alone and comes back, and returns the place when it has
  (present) ───────────▶ waiting ───────────▶ holding ───────────────────────────────────────▶ free
 ```
 
-*The draw* is fair and repeatable. Among the waiting devices, those with the fewest places so far
-come first. One of them is drawn by a hash of the run's seed, the number of the place, and its name.
-The order that grants a place states how it was drawn, so the tape shows it.
+*The draw* is repeatable. One of the waiting devices is drawn by a hash of the run's seed, the
+number of the place, and its name. With ``draw = "fair"``, it is one of those with the fewest places
+so far. The order that grants a place states how it was drawn, so the tape shows it.
 
 Nothing here is durable. A device that holds a place reports that it is present to a restarted
 coordinator like any other, and waits for the next draw only if it needs a new place.
@@ -110,13 +110,16 @@ class PlaceBook:
         effects: list[CoordinatorEffect] = []
         cohort = options.cohort or 0
         while self.waiting and len(self.held) < cohort:  # break: cohort-ignored
-            fewest = min(self.given[name] for name in self.waiting)
-            fair = {name for name in self.waiting if self.given[name] == fewest}
+            fair, those = self.waiting, "any of them"
+            if options.draw == "fair":
+                fewest = min(self.given[name] for name in self.waiting)
+                fair = {name for name in self.waiting if self.given[name] == fewest}
+                those = f"those with {fewest} places so far"
             self.number += 1
             learner = first if first in self.waiting else drawn(options.seed, self.number, fair)
             why = (
                 f"place {self.number}: drawn with seed {options.seed} among {len(fair)} of "
-                f"{len(self.waiting)} waiting devices, those with {fewest} places so far"
+                f"{len(self.waiting)} waiting devices, {those}"
             )
             self.waiting.discard(learner)
             self.given[learner] += 1

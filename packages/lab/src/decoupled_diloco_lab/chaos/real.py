@@ -29,6 +29,11 @@ def require_real(scenario: Scenario) -> Scenario:
         _require_kind(happening.kind, happening.target)
     for recurrence in scenario.recurrences:
         _require_kind(recurrence.settings.kind, recurrence.target)
+    if scenario.file.devices is not None:
+        raise ConfigError(
+            "[devices] would be ignored by real processes, which stay connected: simulate the "
+            "scenario with ddiloco simulate, or remove [devices]"
+        )
     if _limited(scenario) and (why := spaces.unavailable("ip", "tc")):
         raise ConfigError(
             f"a link of the scenario limits its rate, which requires a network namespace, but "

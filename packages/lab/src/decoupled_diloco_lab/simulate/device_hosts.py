@@ -23,6 +23,9 @@ from decoupled_diloco_lab.simulate.hosts import GOODBYE_SECONDS, LearnerHost, Vi
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 
+PATIENCE_SECONDS = 1e9
+"""How long a device waits for its place."""
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -30,15 +33,19 @@ class Habits:
 
     Attributes:
         steps: Inner steps per visit, at least 1.
-        away_seconds: Mean time between two visits, exponential. 0: it comes back at once.
+        online: The share of time that it is connected, on average, greater than 0 to 1. After a
+            visit, which includes the wait for a place, it is away for an exponential time of the
+            mean that results in this share.
         alone: Whether it trains while it is away, and contributes at its next visit.
-        patience_seconds: How long it waits for a place.
     """
 
     steps: int = 10
-    away_seconds: float = 0.0
+    online: float = 1.0
     alone: bool = False
-    patience_seconds: float = 1e9
+
+    def away_seconds(self, present_seconds: float) -> float:
+        """Return the mean time away after a visit of this length."""
+        return present_seconds * (1 / self.online - 1)
 
 
 @dataclass
@@ -139,33 +146,33 @@ class DeviceHost(LearnerHost):
             name=self.name,
             checkpoint=Checkpointing(self.system.folder / "learners", 0.0),
             optimizer=workload.optimizer(model),
-            timeouts=Timeouts(join=self.habits.patience_seconds, flush=600.0),
+            timeouts=Timeouts(join=PATIENCE_SECONDS, flush=600.0),
         )
         training = _Training(self, workload, model, device)
-        if self.habits.away_seconds:
-            # So that not all devices come at once at the start.
-            await asyncio.sleep(rng.uniform(0.0, self.habits.away_seconds))
-        while True:
+        if self.habits.online < 1.0:
+            # So that not all devices come at once at the start, as many at any time.
+            usual = self.habits.steps * self.spec.step_seconds
+            await asyncio.sleep(rng.exponential(self.habits.away_seconds(usual)))
+        while not self.system.finished:
             began = self.clockwork.now
             try:
                 learner = await device.arrive()
-            except TransportError:  # no place in time, or the run is over
-                if self.system.finished:
-                    return
-            else:
-                if self.habits.alone:
-                    await device.leave(learner)
-                    await training.run(None)
-                    device.save()
-                else:
-                    await training.run(learner)
-                    await device.leave(learner)
-                self.counts.visits += 1
-                if learner.budget_reached:
-                    return
-            self.counts.present_seconds += self.clockwork.now - began
-            if self.habits.away_seconds:
-                await asyncio.sleep(rng.exponential(self.habits.away_seconds))
+            except TransportError:  # the run is ending
+                await asyncio.sleep(GOODBYE_SECONDS)
+                continue
+            if not self.habits.alone:
+                await training.run(learner)
+            await device.leave(learner)
+            present = self.clockwork.now - began
+            self.counts.visits += 1
+            self.counts.present_seconds += present
+            if learner.budget_reached:
+                return
+            if self.habits.alone:
+                await training.run(None)
+                device.save()
+            if self.habits.online < 1.0:
+                await asyncio.sleep(rng.exponential(self.habits.away_seconds(present)))
 
 
 class _Training:

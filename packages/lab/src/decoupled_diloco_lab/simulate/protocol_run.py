@@ -108,10 +108,16 @@ class ProtocolRun:
 
     Raises:
         ConfigError: The workload's model cannot be built to determine its size, the scenario
-            records payloads, or it needs shells although it has more than `MANY` learners.
+            has devices or records payloads, or it needs shells although it has more than `MANY`
+            learners.
     """
 
     def __init__(self, scenario: Scenario, tape: Path | None = None) -> None:
+        if scenario.file.devices is not None:
+            raise ConfigError(
+                "[devices] would be ignored with --protocol-only, which simulates connected "
+                "learners: remove --protocol-only, or [devices]"
+            )
         if scenario.config.syncer.record_payloads:
             raise ConfigError(
                 "syncer.record_payloads=true would be ignored, because --protocol-only has no "

@@ -245,6 +245,7 @@ def load_scenario(
     path = Path(path)
     file = ScenarioFile(**_read(path))
     config = _config(file, path, run, overrides, seed)
+    _check_devices(file, config)
     targets = _Targets(file, config)
     happenings = _happenings(file, config, targets)
     _check_presence(happenings, targets.members)
@@ -307,6 +308,33 @@ def _config(
     _set_learners(tables, file.learners)
     load_plugins(tables, folder)
     return RunConfig(**tables)
+
+
+def _check_devices(file: ScenarioFile, config: RunConfig) -> None:
+    devices = file.devices
+    if devices is None:
+        return
+    if config.sync.devices is None:
+        raise ConfigError(
+            "the scenario has [devices], but its run has no [sync.devices], so contributions from "
+            "older versions would be lost: add [sync.devices] to the run, or remove [devices]"
+        )
+    if config.run.max_steps is not None:
+        raise ConfigError(
+            f"max_steps={config.run.max_steps} cannot be combined with [devices], because devices "
+            "have no common step: set max_tokens instead"
+        )
+    limited = next((link.name for link in file.links if _limited(link)), None)
+    if devices.link is not None and limited is not None:
+        raise ConfigError(
+            f"up and down of the link {limited!r} would be ignored, because [devices] has link: "
+            "remove one of them"
+        )
+    if file.events or file.random or config.faults:
+        raise ConfigError(
+            "[devices] cannot be combined with [[events]], [[random]] or [[faults]]: devices come "
+            "and go by themselves"
+        )
 
 
 def _run_path(name: str, path: Path) -> Path:

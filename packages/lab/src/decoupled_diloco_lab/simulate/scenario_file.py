@@ -153,12 +153,59 @@ class LinkSettings(Settings):
     @field_validator("up", "down")
     @classmethod
     def _check_rate(cls, text: str | None) -> str | None:
-        if text is not None:
-            try:
-                parse_rate(text)
-            except ValueError as error:
-                raise ConfigError(f"in {cls.table}, {error}") from None
-        return text
+        return None if text is None else _check_rate(cls, text)
+
+
+class DevicesSettings(Settings):
+    """`[devices]`: all learners are devices, which visit the run and disconnect in between.
+
+    The run needs `[sync.devices]` and a budget in tokens.
+    """
+
+    table: ClassVar[str] = "[devices]"
+
+    online: float = Field(gt=0, le=1)
+    """Share of the time that a device is connected, on average, greater than 0 to 1. A visit
+    includes the wait for a place. The time until the next visit is exponential."""
+
+    steps: int = Field(default=10, ge=1)
+    """Inner steps per visit, at least 1."""
+
+    alone: bool = False
+    """Whether a device trains these steps after its visit, without a connection. Its next visit
+    contributes them."""
+
+    link: tuple[str, str] | None = Field(default=None, strict=False)
+    """Lowest and highest bandwidth, such as ["1Mbit/s", "50Mbit/s"]. Each device draws one number
+    in between for both directions; its logarithm is uniform. Default: that of its `[[links]]`
+    entry."""
+
+    @property
+    def bytes_per_second(self) -> tuple[float, float]:
+        """`link` in bytes per second."""
+        assert self.link is not None
+        low, high = map(parse_rate, self.link)
+        return low, high
+
+    @field_validator("link")
+    @classmethod
+    def _check_link(cls, link: tuple[str, str] | None) -> tuple[str, str] | None:
+        if link is not None:
+            low, high = (_check_rate(cls, text) for text in link)
+            if parse_rate(low) > parse_rate(high):
+                raise ConfigError(
+                    f"link={list(link)} in {cls.table} is not a range: write the lower bandwidth "
+                    "first"
+                )
+        return link
+
+
+def _check_rate(table: type[Settings], text: str) -> str:
+    try:
+        parse_rate(text)
+    except ValueError as error:
+        raise ConfigError(f"in {table.table}, {error}") from None
+    return text
 
 
 class EventSettings(Settings):
@@ -373,6 +420,9 @@ class ScenarioFile(Settings):
 
     links: tuple[LinkSettings, ...] = Field(default=(), strict=False)
     """The links between learners and the syncer."""
+
+    devices: DevicesSettings | None = None
+    """If present, the learners are devices. Default: they stay connected."""
 
     events: tuple[EventSettings, ...] = Field(default=(), strict=False)
     """Events at a known time or step."""

@@ -11,7 +11,7 @@ simulation.close()           # the tape, compressed
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from decoupled_diloco.syncer.result import RESULT, assemble, read_layout
 from decoupled_diloco.tape import pack_tapes
 from decoupled_diloco.tape.samples import WeightsSaved
 from decoupled_diloco.workloads import Workload
+from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.crowd import Crowd
+from decoupled_diloco_lab.simulate.device_hosts import DeviceSystem, Habits
 from decoupled_diloco_lab.simulate.hosts import ParticipantHost
 from decoupled_diloco_lab.simulate.scenario import Scenario
 from decoupled_diloco_lab.simulate.script import Script
@@ -41,6 +43,9 @@ STALL_STEPS = 50
 """A simulation is stalled if its clock has not moved for `STALL_SECONDS` and for `STALL_STEPS`
 steps of the slowest learner. It is not stalled while an event is planned, or while a process has
 just come back."""
+
+CHECKED_MAX = 100
+"""With more learners, the state machines are not checked after each event."""
 
 STALL_TIMES_MAX = 20
 """After this multiple of that time, a simulation is stalled in any case. Otherwise recurring faults
@@ -129,11 +134,10 @@ class Simulation:
         specs = specs_of(scenario)
         if config.run.evaluator:
             specs.append(LearnerSpec(EVALUATOR, role="observer"))
-        self.system = System(
-            config,
+        self.system = system_of(
+            scenario,
             specs,
             folder,
-            seed=scenario.seed,
             workload=workload or trained_in(scenario),
             tapes=folder,
             device=device,
@@ -183,6 +187,26 @@ class Simulation:
         pack_tapes(self.folder)
 
 
+def system_of(
+    scenario: Scenario, specs: Sequence[LearnerSpec], folder: Path, **named: Any
+) -> System:
+    """Build the virtual run of a scenario, with devices if it has ``[devices]``.
+
+    Args:
+        scenario: The scenario.
+        specs: Its participants, see `specs_of`.
+        folder: The run folder.
+        named: See `System`.
+    """
+    # The check of a shard takes as long as it has learners, and follows each of its events.
+    named = {"seed": scenario.seed, "checks": scenario.config.run.learners <= CHECKED_MAX, **named}
+    devices = scenario.file.devices
+    if devices is None:
+        return System(scenario.config, specs, folder, **named)
+    habits = Habits(devices.steps, devices.online, devices.alone)
+    return DeviceSystem(scenario.config, specs, folder, habits=lambda spec: habits, **named)
+
+
 def await_participants(system: System) -> None:
     """Let time pass until learners and evaluator have ended by themselves, after a run's end."""
     hosts = system.participants.values()
@@ -217,6 +241,7 @@ def specs_of(scenario: Scenario, bytes_factor: float = 1.0) -> list[LearnerSpec]
             by it, so that transfers take as long as with the real model.
     """
     specs = []
+    devices, rates = scenario.file.devices, Choices(f"{scenario.seed}/rates")
     for name, group in scenario.members.items():
         link = None if group.link is None else scenario.links[group.link]
         spec: dict[str, Any] = {}
@@ -228,6 +253,9 @@ def specs_of(scenario: Scenario, bytes_factor: float = 1.0) -> list[LearnerSpec]
                 "down_bytes_per_second": link.down_bytes_per_second / bytes_factor,
                 "shared_link": link.name if link.shared else "",
             }
+        if devices is not None and devices.link is not None:
+            rate = rates.log_uniform(*devices.bytes_per_second)
+            spec |= {"up_bytes_per_second": rate, "down_bytes_per_second": rate}
         specs.append(
             LearnerSpec(
                 name,

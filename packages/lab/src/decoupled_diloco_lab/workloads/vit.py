@@ -86,11 +86,7 @@ class VitWorkload(BuiltIn):
     options: VitOptions
 
     def __init__(self, options: VitOptions) -> None:
-        if find_spec("sklearn") is None:
-            raise ConfigError(
-                "workload 'vit' requires the images of scikit-learn, which is not installed: "
-                "run pip install -e 'packages/lab[vision]' in the clone"
-            )
+        require_images("vit")
         self.options = options
 
     @cached_property
@@ -185,6 +181,15 @@ def patches_of(images: Tensor, side: int) -> Tensor:
     count = SIDE // side
     squares = images.view(len(images), count, side, count, side).transpose(2, 3)
     return squares.reshape(len(images), count * count, side * side)
+
+
+def require_images(workload: str) -> None:
+    """Raise `ConfigError` if scikit-learn, which has the images, is not installed."""
+    if find_spec("sklearn") is None:
+        raise ConfigError(
+            f"workload {workload!r} requires the images of scikit-learn, which is not installed: "
+            "run pip install -e 'packages/lab[vision]' in the clone"
+        )
 
 
 def load_digits(seed: int) -> Digits:
