@@ -19,11 +19,14 @@ from decoupled_diloco.merge.sum_payload import write_sum
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.relay.sum_worker import KeptResiduals, RelayTensors
+from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.payload_store import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.virtual_disk import Loss, SimulatedDisk, remains, write_folder
 
 N = 12
 ASKS = (Asking(1, 1), Asking(1, 2))
@@ -274,6 +277,25 @@ def test_a_relay_with_a_damaged_or_full_disk_goes_on(
     site.sends(contributions(site, 3, 3), 20.0)
     assert "would lose a residual" in caplog.text
     assert left_out(site).any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_power_failure_no_residual_is_sent_again(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "disk").mkdir()
+    disk = SimulatedDisk(tmp_path / "disk")
+    with within(Runtime(disk)):
+        kept = KeptResiduals(tmp_path / "disk" / "site-a", "run")
+        kept.keep(0, (torch.ones(N),))
+        assert kept.take(0, N)[0].equal(torch.ones(N))
+        taken = len(disk.log)
+        kept.keep(0, (2 * torch.ones(N),))
+    disk.close()
+    for done in range(len(disk.log) + 1):
+        loss = Loss(Choices(seed), names=0.5 * seed, writes=0.5, zeros=0.5)
+        write_folder(after := tmp_path / f"{done}", remains(disk.before, disk.log[:done], loss))
+        found = [each[0].item() for each in KeptResiduals(after / "site-a", "run").take(0, N)]
+        assert found in ([], [1.0] if done < taken else [2.0])
+    assert found == [2.0], "it was durable"
 
 
 async def test_the_next_sum_is_expected_while_one_is_verified() -> None:
