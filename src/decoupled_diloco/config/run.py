@@ -675,6 +675,12 @@ class RunConfig(Settings):
                 f"shards={self.syncer.shards} in [syncer] exceeds fragments={fragments} in [sync], "
                 "so a shard would own nothing: lower shards or raise fragments"
             )
+        if self.run.store and self.syncer.lease_store and self.syncer.shards > 1:
+            raise ConfigError(
+                f"lease_store in [syncer] cannot be combined with shards={self.syncer.shards} and "
+                "store in [run], because a standby would copy the state of all shards over that of "
+                "one that runs: set shards=1, or share the run folder and take lease_store out"
+            )
         for entry in self.outer.by_fragment:
             for fragment in entry.fragments:
                 if not 0 <= fragment < fragments:

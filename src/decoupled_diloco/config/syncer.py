@@ -75,8 +75,9 @@ class SyncerSettings(Settings):
     lease_store: str = ""
     """Address of an object store for the leadership leases of the shards and their standbys, such
     as "s3://BUCKET/leases/x". The two processes of a shard then need no shared disk: with `store`
-    in [run], a standby that takes over copies the newest state from there. Use one address for each
-    run. `lease_seconds` must be at least 2 then, or 4 on GCS. Default: the run folder."""
+    in [run], a standby that takes over copies the newest state from there, which requires
+    shards=1. Use one address for each run. `lease_seconds` must be at least 2 then, or 4 on GCS.
+    Default: the run folder."""
 
     record_payloads: bool = False
     """Whether each shard keeps every verified contribution and whole copy in the run folder.

@@ -206,6 +206,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "lease_seconds=3.0 in [syncer] is too short for lease_store: it must be at least 4.0, "
         "because each renewal is a request, and GCS accepts one write of an object per second",
     ),
+    (
+        run(store="s3://b/r")
+        | {"syncer": {"lease_store": "s3://b/x", "standby": True, "shards": 2}},
+        "lease_store in [syncer] cannot be combined with shards=2 and store in [run], because a "
+        "standby would copy the state of all shards over that of one that runs: set shards=1, or "
+        "share the run folder and take lease_store out",
+    ),
     (run(folder="a\0b"), "folder='a\\x00b' in [run] has the character NUL: take it out"),
     (run(trackers=["a\0"]), "trackers=('a\\x00',) in [run] has the character NUL: take it out"),
     ({"syncer": {"host": ""}}, "host='' in [syncer] is empty: write a text, or take host out"),
