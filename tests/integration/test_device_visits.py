@@ -141,6 +141,11 @@ def test_being_away_is_no_failure(make: Make, tapes: str) -> None:
     assert {name: one.steps for name, one in model.learners.items()} == {"other": 11, "phone": 18}
     assert not any(learner.steps_unrecorded for learner in model.learners.values())
     assert model.account.tokens.trained == 2 * TOKENS * (11 + 18)
+    if tapes == "all tapes":
+        ours, theirs = model.bytes_of(syncer=False), model.bytes_of(syncer=True)
+        assert ours is not None
+        assert theirs is not None
+        assert ours.data_sent == theirs.data_sent > 0, "all visits are counted"
 
 
 def shown(status: RunStatus) -> str:

@@ -343,6 +343,8 @@ class Background:
             await self.bodies.close()
             await self._transfers.close()
             await self._client.close()
+            if self.shared is not None:
+                self.sample(BytesMoved.of(self.client.stats))  # a visit may be short
 
     @property
     def client(self) -> Client:
