@@ -104,6 +104,8 @@ def test_what_a_device_trains_alone_is_merged_at_its_next_visit(make: Make) -> N
     before = {name: p.detach().clone() for name, p in phone.model.named_parameters()}
     assert phone.visit() == ("1.0", "1.0"), "it contributes, and does not wait for the merge"
     assert (phone.device.steps, phone.device.tokens) == (3, 3 * TOKENS)
+    entries = system.shards[0].machine.state.fragments.values()
+    until(lambda: {str(entry.version) for entry in entries} == {"1.1"}, "it is merged")
     phone.visit()
     assert any(not torch.equal(p, before[name]) for name, p in phone.model.named_parameters())
     assert sorted((f.fragment, f.steps, f.tokens) for f in folds(system)) == [

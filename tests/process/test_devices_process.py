@@ -43,7 +43,7 @@ def test_devices_visit_a_run_again_and_again(tmp_path: Path) -> None:
     effects = [r.value() for r in TapeReader(folder) if r.kind == "effect"]
     folds = [each for each in effects if isinstance(each, Fold)]
     assert {each.learner for each in folds} == {f"learner-{number}" for number in range(4)}
-    assert min(each.discount for each in folds) < 1.0 == max(each.discount for each in folds)
+    assert min(each.scale for each in folds) < 1.0 == max(each.scale for each in folds)
     places = [
         each for each in effects if isinstance(each, Send) and isinstance(each.message, PlaceGiven)
     ]

@@ -196,6 +196,7 @@ class RelayProcess:
         await self._server.stop()
         for client in (self._client, *self._clients.values()):
             await client.close()
+        await self.driver.close()  # payloads may have arrived while the server stopped
         if self._worker is not None:
             self._worker.close()
         await self._flushing.close()

@@ -229,6 +229,7 @@ class Shard:
             await self._host.close()
         await self._server.stop()
         await self._client.close()
+        await self.driver.close()  # payloads may have arrived while the server stopped
         if self.parts.done():
             self.parts.result().worker.close()
         await self._flushing.close()
