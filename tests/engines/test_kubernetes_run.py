@@ -90,7 +90,8 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
         assert shard.poll() is None, "a shard does not end by itself, because it would be restarted"
         shard.send_signal(signal.SIGTERM)
     assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
-    assert relay.wait(240) in (0, 130), logs(cluster)
+    # The signal may come while it exits by itself, because the shards have ended.
+    assert relay.wait(240) in (0, 130, -signal.SIGTERM), logs(cluster)
 
 
 @pytest.mark.long
