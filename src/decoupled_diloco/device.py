@@ -42,6 +42,7 @@ import torch
 
 from decoupled_diloco.config.addresses import is_url
 from decoupled_diloco.errors import (
+    AccessError,
     ConfigError,
     NotJoinedError,
     RunEndedError,
@@ -218,8 +219,8 @@ class Device:
     def _join(self) -> Learner:
         try:
             return Learner(self._model, self._connection, **self._arguments())
-        except RunEndedError:
-            raise
+        except (AccessError, RunEndedError):
+            raise  # a later visit would fail, too
         except TransportError as error:
             if isinstance(error, NotJoinedError):
                 runtime().disk.remove(self._mark)  # its residuals are not sent

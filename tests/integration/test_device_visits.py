@@ -15,6 +15,7 @@ from rich.console import Console
 
 import decoupled_diloco as dd
 from decoupled_diloco.device import PATIENCE
+from decoupled_diloco.errors import AccessError
 from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder
 from decoupled_diloco.protocol.messages import Apply, Fetch, Fold, PlaceGiven, Send
 from decoupled_diloco.run_model import read_run
@@ -24,6 +25,7 @@ from decoupled_diloco.show.status import WAIT_SECONDS, RunStatus, learners_in_wo
 from decoupled_diloco.show.tables import absences, learner_rows
 from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.transport.tokens import Tokens
 from integration.real_system import TOKENS, Model, System, until
 
 Make = Callable[..., System]
@@ -198,6 +200,19 @@ def test_a_device_can_continue_alone_while_the_syncer_is_unreachable(make: Make)
     later = CheckpointFolder(phone.folder).newest()
     assert later is not None
     assert later.with_residual == newest.with_residual == [0, 1], "nothing was exchanged"
+
+
+def test_a_device_with_a_wrong_token_is_not_advised_to_visit_later(make: Make) -> None:
+    settings = SYNC | {"devices": {}}
+    tables = {"sync": settings, "data": {"elastic": False}, "run": {"max_steps": 10**6}}
+    system = make(tokens=Tokens("right"), **tables)
+    system.start()
+    phone = Phone(system, "phone")
+    options = phone.device._options
+    phone.device._options = dataclasses.replace(options, auth_token="wrong")
+    with pytest.raises(AccessError) as caught, phone.device.visit():
+        pass
+    assert "visit" not in str(caught.value)
 
 
 def test_a_later_visit_fetches_differences_and_no_whole_copy(make: Make) -> None:
