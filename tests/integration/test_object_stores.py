@@ -200,7 +200,7 @@ def test_a_part_whose_machine_is_lost_is_named_and_its_last_state_stays(
     def is_named(found: StoreStatus) -> bool:
         with (folder / "tape/shard-0.jsonl").open("a") as tape:
             tape.write("more\n")
-        return f"has files of part shard-1 from {socket.gethostname()} that are" in found.problem
+        return f"has files of part shard-1 from {socket.gethostname()} as of" in found.problem
 
     found = first.until(is_named)
     assert found.problem.endswith(

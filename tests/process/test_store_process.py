@@ -105,6 +105,13 @@ def on_two_machines(place: Path, run: dict[str, object]) -> list[list[str]]:
     ]
 
 
+def started(
+    stack: contextlib.ExitStack, commands: Sequence[Sequence[str]]
+) -> list[subprocess.Popen[str]]:
+    """Start processes, which end with the stack."""
+    return [stack.enter_context(stopped_at_exit(command(*each))) for each in commands]
+
+
 def kill_with_mirrors(processes: Sequence[subprocess.Popen[str]]) -> None:
     """End processes and the mirrors that they have started, as machines that are lost."""
     for each in processes:
@@ -177,7 +184,7 @@ def test_shards_on_two_machines_continue_on_one_from_the_store_alone(
     run = {"max_steps": 240, "store": address, "store_interval_seconds": interval}
     commands = on_two_machines(tmp_path, run)
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(stopped_at_exit(command(*each))) for each in commands]
+        running = started(stack, commands)
 
         def has_both() -> bool:
             state = newest_state(Objects(address))
@@ -230,7 +237,7 @@ def test_shards_of_a_lost_machine_continue_their_part_on_another_one(
         return None if state is None else state.parts.get("shard-1")
 
     with contextlib.ExitStack() as stack:
-        running = [stack.enter_context(stopped_at_exit(command(*each))) for each in commands]
+        running = started(stack, commands)
         until(part_of_newest, "a state with the part", 90, every=0.2)
         kill_with_mirrors(running[1:3])
         lost = part_of_newest()
@@ -238,9 +245,7 @@ def test_shards_of_a_lost_machine_continue_their_part_on_another_one(
         warning = "has files of part shard-1 from"
         until(lambda: warning in output_of("status", str(tmp_path / "a")), "the warning", 60)
         folder = f"run.folder={tmp_path / 'c'}"
-        running[1:3] = [
-            stack.enter_context(stopped_at_exit(command(*each, "--set", folder))) for each in of_c
-        ]
+        running[1:3] = started(stack, [[*each, "--set", folder] for each in of_c])
 
         def continues() -> bool:
             part = part_of_newest()
@@ -264,10 +269,7 @@ def test_the_last_state_of_shards_on_two_machines_has_all_results(
     address = server.address("runs/ended")
     run = {"max_steps": 60, "store": address, "store_interval_seconds": 2.0}
     with contextlib.ExitStack() as stack:
-        running = [
-            stack.enter_context(stopped_at_exit(command(*each)))
-            for each in on_two_machines(tmp_path, run)
-        ]
+        running = started(stack, on_two_machines(tmp_path, run))
         for each in running:
             text, _ = each.communicate(timeout=240)
             assert each.returncode == 0, text

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import secrets
 import tempfile
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -48,7 +48,7 @@ from decoupled_diloco.storage.mirror import (
 from decoupled_diloco.storage.object_store import Objects
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.samples import StoreMirrored
-from decoupled_diloco.units import format_bytes, format_duration
+from decoupled_diloco.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,7 @@ class _Reporter:
         self._tape.flush()
         mirror.note_backlog()
         backlog = format_bytes(mirror.backlog_bytes)
-        shown, before = (re.sub("are .* older", "", each) for each in (problem, self._problem))
-        if shown and shown != before:
+        if problem and problem != self._problem:
             logger.warning("%s; training continues; backlog %s; retrying", problem, backlog)
         elif self._problem and not problem:
             logger.info("the problem is over; state %d is complete", mirror.number)
@@ -291,10 +290,10 @@ class _Completeness:
                 self._named[name] = part.number, state.number
             # Both mirrors write two states per interval. Clocks of machines may differ.
             elif state.number - first >= 2 * STALE_INTERVALS:
-                older = format_duration(round(max(0.0, state.wall - part.wall)))
+                at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(part.wall))
                 return (
                     f"store={self._mirror.objects.address!r} has files of part {name} from "
-                    f"{part.host} that are {older} older than the rest: check that {name} and its "
+                    f"{part.host} as of {at}, older than the rest: check that {name} and its "
                     "mirror run there"
                 )
         return ""

@@ -207,7 +207,7 @@ class Solo:
             await self.ending.close(self)
             self.leases.close()
             shared = self.membership.background.shared
-            visits = shared is not None and shared.config.sync.devices is not None
+            visits = shared is not None and shared.machine.options.devices
             end = "its visit has ended" if visits else "its loop has ended"
             self.leave("the run is over" if self.progress.over else end)
 

@@ -966,11 +966,12 @@ def _collect(state: SyncerState, options: Options, now: float, round: Round) -> 
 
 
 def _gathered(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
-    """Order the relays to send at once, if what they have completes a quorum and nothing waits.
+    """Order the relays to send their sums as soon as these complete the quorum.
 
     A relay with relays behind it receives the order when it has their sums.
     """
     entry = state.fragments[round.fragment]
+    # Count first, because every event leads here. A learner may have contributed twice.
     if not round.gathering or len(entry.relayed) + len(entry.delivered) < options.quorum:
         return []
     if len(entry.delivered.keys() | {ask.learner for ask in entry.relayed}) < options.quorum:

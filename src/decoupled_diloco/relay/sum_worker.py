@@ -43,15 +43,16 @@ class KeptResiduals:
 
     def __init__(self, folder: Path, run: str) -> None:
         self._folder, self._run = folder, run
-        self._held: dict[int, tuple[Tensor, ...]] = {}
+        self._held: dict[int, Tensor] = {}
 
     def take(self, fragment: int, numel: int) -> tuple[Tensor, ...]:
-        """Remove and return a fragment's residuals, fp32 [N] each."""
-        held, path = self._held.pop(fragment, ()), self._path(fragment)
+        """Remove and return a fragment's residual, fp32 [N], if there is one."""
+        held, path = self._held.pop(fragment, None), self._path(fragment)
         try:
             if not exists(path):
-                return held
-            held = held or self._read(path, numel)
+                return () if held is None else (held,)
+            if held is None:
+                held = self._read(path, numel)
         except StorageError as error:
             logger.warning("a residual of an earlier sum is dropped: %s", error)
         try:
@@ -59,24 +60,24 @@ class KeptResiduals:
             runtime().disk.sync(self._folder)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", path, error.strerror or error)
-        return held
+        return () if held is None else (held,)
 
     def keep(self, fragment: int, residuals: tuple[Tensor, ...]) -> None:
-        """Keep residuals, fp32 [N] each, in addition to those that are kept."""
+        """Keep residuals, fp32 [N] each, in addition to the one that is kept."""
         if not residuals:
             return
-        self._held[fragment] = (summed((*self._held.get(fragment, ()), *residuals)),)
-        values = {RESIDUAL: self._held[fragment][0]}
+        before = (self._held[fragment],) if fragment in self._held else ()
+        held = self._held[fragment] = summed((*before, *residuals))
         try:
-            save_weights(self._path(fragment), values, {"run": self._run})
+            save_weights(self._path(fragment), {RESIDUAL: held}, {"run": self._run})
         except StorageError as error:
             logger.warning("a restart of this relay would lose a residual: %s", error)
 
-    def _read(self, path: Path, numel: int) -> tuple[Tensor, ...]:
+    def _read(self, path: Path, numel: int) -> Tensor | None:
         if load_metadata(path).get("run") != self._run:
-            return ()
+            return None
         values = load_weights(path).get(RESIDUAL)
-        return (values,) if values is not None and values.numel() == numel else ()
+        return values if values is not None and values.numel() == numel else None
 
     def _path(self, fragment: int) -> Path:
         return self._folder / f"residual-{fragment}.safetensors"

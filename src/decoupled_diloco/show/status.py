@@ -504,6 +504,8 @@ def _without_relay(site: SiteStatus, seconds: float) -> str:
 
 def _quorums_of_devices(run: RunModel, as_of: float) -> Iterator[str]:
     """Warn if contributions of devices have waited for a quorum for long: it may be too high."""
+    if not run.has_devices:
+        return
     quorum = int(run.settings_of("sync").get("quorum", 1))
     waiting = [
         (
@@ -513,7 +515,7 @@ def _quorums_of_devices(run: RunModel, as_of: float) -> Iterator[str]:
         )
         for shard in run.shards.values()
         for fragment, folds in shard.folds.items()
-        if folds and run.has_devices
+        if folds
     ]
     since, fragment, devices = min(waiting, default=(as_of, 0, set[str]()), key=lambda w: w[0])
     if as_of - since > WAIT_SECONDS and len(devices) < quorum:

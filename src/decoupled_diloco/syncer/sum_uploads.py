@@ -36,6 +36,11 @@ class ExpectedSum:
     message: messages.Sum | None = None
     has_arrived: bool = False
 
+    @property
+    def name(self) -> tuple[str, int, int]:
+        """What no other expected sum has; a new connection counts from 1 again."""
+        return self.connection, self.fragment, self.number
+
 
 class Sums:
     """Expects the next sum of each fragment from each connected relay.
@@ -91,15 +96,14 @@ class Sums:
         path = sum_path(relay, connection, fragment, number)
         upload = self._bodies.expect(path, sum_nbytes(self._tensors.plan, fragment), relay)
         expected = ExpectedSum(relay, connection, fragment, number, upload)
-        self._expected[connection, fragment, number] = expected
+        self._expected[expected.name] = expected
         upload.when_ended = partial(self._ended, expected)
 
     def _forget(self, expected: ExpectedSum) -> bool:
         """Forget a sum; return whether it was still expected."""
-        name = expected.connection, expected.fragment, expected.number
-        is_current = self._expected.get(name) is expected
+        is_current = self._expected.get(expected.name) is expected
         if is_current:
-            del self._expected[name]
+            del self._expected[expected.name]
         return is_current
 
     def announce(self, connection: str, message: messages.Sum) -> None:
@@ -121,8 +125,7 @@ class Sums:
             self._driver.deliver(replace(message, relay=self._connections[connection]))
 
     def _ended(self, expected: ExpectedSum, has_arrived: bool) -> None:
-        name = expected.connection, expected.fragment, expected.number
-        if self._expected.get(name) is not expected:
+        if self._expected.get(expected.name) is not expected:
             return
         number = expected.number + 1
         self._expect(expected.relay, expected.connection, expected.fragment, number)

@@ -344,8 +344,8 @@ class WebSocketChannel:
                 async with asyncio.timeout(FLUSH_SECONDS):
                     await asyncio.wait([loops[1]])  # the writer, which empties the outbox
             # While the reader runs: if it were cancelled first, aiohttp would close the connection
-            # without the peer's close frame. Then the peer's kernel discards what the peer has not
-            # read yet, if it has sent something in the meantime.
+            # without waiting for the peer's close frame. If the peer then sends something, its
+            # connection is reset, and it does not read our last messages any more.
             await self._close_socket()
         finally:
             self.shut("cancelled")

@@ -9,25 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import MergeError, ProtocolError
-from decoupled_diloco.merge import digest, layout_of, make_outer
+from decoupled_diloco.merge import digest
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sum_payload import read_sum, sum_nbytes, write_sum
+from unit import plans
 
 
 def plan_of(codec: str = "fp32", method: str = "rda", **fields: Any) -> MergePlan:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.BatchNorm1d(6))
-    return MergePlan.make(
-        layout_of(model),
-        fragments=1,
-        strategy="balanced",
-        uplink=codec,
-        downlink="fp32",
-        method=method,
-        weighting="tokens",
-        outer=make_outer("sgd", 1.0, 0.0),
-        **fields,
-    )
+    return plans.plan_of(model, codec, method, **fields)
 
 
 def contributions(plan: MergePlan, count: int = 5) -> list[tuple[Tensor, float]]:

@@ -111,7 +111,7 @@ def test_relays_learn_when_a_round_collects_and_when_it_requests_nothing_more(
 
 
 def test_without_a_delivery_window_relays_wait_for_a_quorum(shard_bench: Any) -> None:
-    """Then they send at once: the round waits for nobody else."""
+    """When the quorum is complete, the round waits for no other learner, so relays send at once."""
     site = Site(shard_bench, "a0", "a1", quorum=2, overlap=0)
     site.body("a0")
     assert not site.to_relays(Collect)

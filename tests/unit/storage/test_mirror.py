@@ -55,6 +55,13 @@ def objects(tmp_path: Path) -> Objects:
     return Objects(f"file://{tmp_path}/bucket/x")
 
 
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that no state needs are deleted at once."""
+    assert GRACE_SECONDS > 0
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
+
+
 def content_of(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
@@ -291,12 +298,9 @@ def test_a_restarted_mirror_continues_and_uploads_nothing_twice(
     assert again.number == 2
 
 
-def test_objects_that_no_kept_state_needs_are_deleted(
-    folder: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_grace")
+def test_objects_that_no_kept_state_needs_are_deleted(folder: Path, objects: Objects) -> None:
     objects.put(f"{OBJECTS}/dead/00000001.x", b"an orphan of a process that was killed")
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
-    assert GRACE_SECONDS > 0
     mirror = Mirror(folder, objects, "x")
     for number in range(5):
         write(folder, "durable/shard-0/00000002.safetensors", b"w" * (number + 1))
@@ -462,14 +466,10 @@ def test_a_part_waits_if_no_state_of_the_run_names_its_states_and_not_at_the_end
     assert not part.is_ahead
 
 
+@pytest.mark.usefixtures("no_grace")
 def test_a_part_keeps_what_a_state_in_use_names_and_deletes_the_rest(
-    folder: Path,
-    second: Path,
-    objects: Objects,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, second: Path, objects: Objects, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
     objects.put("parts/shard-1/objects/dead/00000001.x", b"an orphan of a process that was killed")
     main, part = two_mirrors(folder, second, objects)
     for number in range(6):
@@ -490,14 +490,10 @@ def test_a_part_keeps_what_a_state_in_use_names_and_deletes_the_rest(
     assert sorted(states) == [3, 4, 5, 6, 7], "from the older one that the part has found named"
 
 
+@pytest.mark.usefixtures("no_grace")
 def test_a_run_that_continues_in_one_folder_ends_its_parts(
-    folder: Path,
-    second: Path,
-    objects: Objects,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, second: Path, objects: Objects, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "GRACE_SECONDS", 0.0)
     _, part = two_mirrors(folder, second, objects)
     other, state = tmp_path / "other", required_state(objects)
     restore(objects, other, state)

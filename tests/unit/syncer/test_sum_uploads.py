@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.merge import body_digest, layout_of, make_outer
+from decoupled_diloco.merge import body_digest
 from decoupled_diloco.merge.accumulate import Accumulator
-from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sum_payload import write_sum
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking
@@ -27,24 +26,11 @@ from decoupled_diloco.transport.payload_store import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.virtual_disk import Loss, SimulatedDisk, remains, write_folder
+from unit.plans import plan_of
 
 N = 12
 ASKS = (Asking(1, 1), Asking(1, 2))
 _T = TypeVar("_T")
-
-
-def plan_of(model: nn.Module, codec: str, method: str, **more: Any) -> MergePlan:
-    return MergePlan.make(
-        layout_of(model),
-        fragments=1,
-        strategy="balanced",
-        uplink=codec,
-        downlink="fp32",
-        method=method,
-        weighting="tokens",
-        outer=make_outer("sgd", 1.0, 0.0),
-        **more,
-    )
 
 
 class Shard:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from decoupled_diloco.merge import as_bytes, body_digest, digest, layout_of, make_outer
+from decoupled_diloco.merge import as_bytes, body_digest, digest
 from decoupled_diloco.merge.packing import packed
-from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.data_plane import DECODED_MAX, Uploads
@@ -20,22 +19,10 @@ from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.payload_store import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
+from unit.plans import plan_of
 
 N = 12
 _T = TypeVar("_T")
-
-
-def plan_of(model: nn.Module) -> MergePlan:
-    return MergePlan.make(
-        layout_of(model),
-        fragments=1,
-        strategy="balanced",
-        uplink="fp32",
-        downlink="fp32",
-        method="rda",
-        weighting="tokens",
-        outer=make_outer("sgd", 1.0, 0.0),
-    )
 
 
 class Shard:

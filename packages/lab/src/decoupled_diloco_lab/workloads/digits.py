@@ -13,21 +13,20 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache, cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads.inner import BuiltIn, InnerOptions, evaluating
+from decoupled_diloco.workloads.inner import InnerOptions
 from decoupled_diloco_lab.workloads.vit import (
     CLASSES,
     SIDE,
     Digits,
     ImageBatch,
+    ImageWorkload,
     load_digits,
     require_images,
 )
@@ -70,17 +69,18 @@ class DigitsOptions(InnerOptions):
         return self
 
 
-class DigitsWorkload(BuiltIn):
+class DigitsWorkload(ImageWorkload):
     """The built-in workload "digits"; see `decoupled_diloco.workloads.Workload` for the methods.
 
     Raises:
         ConfigError: scikit-learn is not installed.
     """
 
+    name = "digits"
     options: DigitsOptions
 
     def __init__(self, options: DigitsOptions) -> None:
-        require_images("digits")
+        require_images(self.name)
         self.options = options
         self.images_of = cache(self._images_of)
         """Return the images of each of this many learners."""
@@ -127,40 +127,3 @@ class DigitsWorkload(BuiltIn):
         return nn.Sequential(
             nn.Flatten(), nn.Linear(SIDE**2, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)
         )
-
-    def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
-        """Return the mean cross-entropy of the digit in nats."""
-        device = next(model.parameters()).device
-        images, labels = batch
-        return F.cross_entropy(model(images.to(device)), labels.to(device))
-
-    def tokens(self, batch: ImageBatch) -> int:
-        """Return the number of images."""
-        return len(batch[1])
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the mean loss and the accuracy (0 to 1) on all held-out images."""
-        images, labels = self.digits.held_out
-        with evaluating(model):
-            logits = model(images.to(next(model.parameters()).device)).cpu()
-        return {
-            "loss": F.cross_entropy(logits, labels).item(),
-            "accuracy": (logits.argmax(-1) == labels).float().mean().item(),
-            "tokens": float(len(labels)),
-        }
-
-    def sample(self, model: nn.Module, prompt: str = "", length: int = 200) -> None:
-        """Return ``None``: the model generates no text."""
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the model and the data for the tape."""
-        return {
-            "workload": "digits",
-            "parameters": sum(parameter.numel() for parameter in self.model().parameters()),
-            "tokens_per_step": self.options.batch_size,
-            "corpus": "scikit-learn's handwritten digits, 8 × 8 pixels; a token is an image",
-            "corpus_sha256": self.digits.digest,
-            "train_images": len(self.digits.train[1]),
-            "held_out_images": len(self.digits.held_out[1]),
-            "options": self.options.model_dump(mode="json"),
-        }

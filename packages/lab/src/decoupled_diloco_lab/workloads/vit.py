@@ -13,7 +13,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -76,41 +76,16 @@ class Digits:
     digest: str
 
 
-class VitWorkload(BuiltIn):
-    """The built-in workload "vit"; see `decoupled_diloco.workloads.Workload` for the methods.
+class ImageWorkload(BuiltIn):
+    """Base class of the workloads whose models classify the images of digits."""
 
-    Raises:
-        ConfigError: scikit-learn is not installed.
-    """
+    name: ClassVar[str]
+    options: Any  # with `batch_size`
 
-    options: VitOptions
-
-    def __init__(self, options: VitOptions) -> None:
-        require_images("vit")
-        self.options = options
-
-    @cached_property
+    @property
     def digits(self) -> Digits:
-        """The images, read at first use."""
-        return load_digits(self.options.seed)
-
-    def _build(self) -> Vit:
-        return Vit(self.options)
-
-    def _batch(self, part: int, parts: int, step: int) -> ImageBatch:
-        return batch_at(self.digits.train, part, parts, step, self.options)
-
-    def pass_batches(self) -> int:
-        """Return the number of batches per epoch, in which every training image comes once."""
-        return -(-len(self.digits.train[1]) // self.options.batch_size)
-
-    def pass_batch(self, turn: int, index: int) -> ImageBatch:
-        """Return one batch of an epoch, with shifted images. The last batch may be smaller."""
-        options = self.options
-        order = pass_order(len(self.digits.train[1]), options.seed, turn)
-        chosen = torch.from_numpy(order[index * options.batch_size :][: options.batch_size])
-        rng = np.random.default_rng([options.seed, turn, index, 1])
-        return _moved(self.digits.train, chosen, rng, options.shift_pixels_max)
+        """All images."""
+        raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """Return the mean cross-entropy of the digit in nats."""
@@ -139,7 +114,7 @@ class VitWorkload(BuiltIn):
     def describe(self) -> dict[str, Any]:
         """Describe the model and the data for the tape."""
         return {
-            "workload": "vit",
+            "workload": self.name,
             "parameters": sum(parameter.numel() for parameter in self.model().parameters()),
             "tokens_per_step": self.options.batch_size,
             "corpus": "scikit-learn's handwritten digits, 8 × 8 pixels; a token is an image",
@@ -148,6 +123,44 @@ class VitWorkload(BuiltIn):
             "held_out_images": len(self.digits.held_out[1]),
             "options": self.options.model_dump(mode="json"),
         }
+
+
+class VitWorkload(ImageWorkload):
+    """The built-in workload "vit"; see `decoupled_diloco.workloads.Workload` for the methods.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+
+    name = "vit"
+    options: VitOptions
+
+    def __init__(self, options: VitOptions) -> None:
+        require_images(self.name)
+        self.options = options
+
+    @cached_property
+    def digits(self) -> Digits:
+        """The images, read at first use."""
+        return load_digits(self.options.seed)
+
+    def _build(self) -> Vit:
+        return Vit(self.options)
+
+    def _batch(self, part: int, parts: int, step: int) -> ImageBatch:
+        return batch_at(self.digits.train, part, parts, step, self.options)
+
+    def pass_batches(self) -> int:
+        """Return the number of batches per epoch, in which every training image comes once."""
+        return -(-len(self.digits.train[1]) // self.options.batch_size)
+
+    def pass_batch(self, turn: int, index: int) -> ImageBatch:
+        """Return one batch of an epoch, with shifted images. The last batch may be smaller."""
+        options = self.options
+        order = pass_order(len(self.digits.train[1]), options.seed, turn)
+        chosen = torch.from_numpy(order[index * options.batch_size :][: options.batch_size])
+        rng = np.random.default_rng([options.seed, turn, index, 1])
+        return _moved(self.digits.train, chosen, rng, options.shift_pixels_max)
 
 
 class Vit(nn.Module):
