@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
+from decoupled_diloco.config.privacy import threshold_of
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -19,6 +20,7 @@ from decoupled_diloco.protocol.machine_options import ApplyAt, Options, Particip
 
 if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout
+    from decoupled_diloco.merge.fixed_point import FixedPoint
     from decoupled_diloco.merge.outer import OuterFactory
     from decoupled_diloco.merge.plan import MergePlan
 
@@ -108,11 +110,12 @@ def options_of(config: RunConfig) -> Options:
     """The settings for the state machines, by the names that these use."""
     run, sync = config.run, config.sync
     devices = sync.devices or DeviceSettings()
+    secure, threshold = config.privacy.secure_sums, threshold_of(config)
     return Options(
         fragments=sync.fragments,
         period=sync.sync_every,
         overlap=sync.overlap_steps,
-        quorum=sync.quorum,
+        quorum=max(sync.quorum, threshold),
         shards=config.syncer.shards,
         grace_margin=sync.grace_margin,
         phases=sync.partition.phases,
@@ -121,16 +124,17 @@ def options_of(config: RunConfig) -> Options:
         missed=sync.apply.missed,
         apply=_APPLY[sync.apply.when],
         wait=sync.wait,
-        late=sync.late.policy,
+        late="drop" if secure else sync.late.policy,
         late_rounds_max=sync.late.max_versions,
         late_discount=sync.late.discount,
         discount_of=sync.late.discount_of,
         counter_cap_periods=sync.merge.counter_cap_periods,
-        norm_gate=sync.merge.norm_gate if sync.wait == "never" else 0.0,
+        norm_gate=sync.merge.norm_gate if sync.wait == "never" and not secure else 0.0,
         oversized=sync.merge.oversized,
         uplink_codec=sync.codec.uplinks[0],
-        error_feedback=sync.codec.feedback is not None,
-        ladder=sync.codec.ladder,
+        error_feedback=sync.codec.feedback is not None and not secure,
+        ladder=() if secure else sync.codec.ladder,
+        threshold=threshold,
         chain=sync.codec.chain,
         adapt=sync.limits,
         history=sync.history,
@@ -171,8 +175,18 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         other_outers={p: factory(each) for p, each in outer.of_fragments().items()},
         modules=sync.partition.map,
         buffers="one" if sync.merge.buffers == "one" else "mean",
-        feedback=sync.codec.feedback,
+        feedback=None if config.privacy.secure_sums else sync.codec.feedback,
+        secure=_fixed_point(config),
     )
+
+
+def _fixed_point(config: RunConfig) -> FixedPoint | None:
+    """The format of masked contributions; `None` without secure sums."""
+    if not config.privacy.secure_sums:
+        return None
+    from decoupled_diloco.merge.fixed_point import FixedPoint
+
+    return FixedPoint.of(config.privacy.bits, config.run.learners)
 
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:

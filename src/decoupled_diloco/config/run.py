@@ -21,6 +21,12 @@ from pydantic import (
 
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
+from decoupled_diloco.config.privacy import (
+    UNUSED_BY_SUMS,
+    WITH_SECURE_SUMS,
+    PrivacySettings,
+    check_secure_sums,
+)
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
@@ -541,6 +547,9 @@ class RunConfig(Settings):
     syncer: SyncerSettings = Field(default_factory=SyncerSettings)
     """The syncer's processes and addresses."""
 
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings)
+    """What other processes learn about one learner's training."""
+
     tls: TlsSettings = Field(default_factory=TlsSettings)
     """Certificates for encrypted connections."""
 
@@ -566,6 +575,12 @@ class RunConfig(Settings):
     def learner_ids(self) -> tuple[str, ...]:
         """The names of the learners, in the order of their shares of the data."""
         return tuple(f"learner-{index}" for index in range(self.run.learners))
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """What a run with secure sums does not use."""
+        if not self.privacy.secure_sums:
+            return {}
+        return {name: WITH_SECURE_SUMS + why for name, why in UNUSED_BY_SUMS.items()}
 
     def workload_options(self) -> dict[str, Any]:
         """The options for the workload: those of the file, and two from the run.
@@ -700,6 +715,7 @@ class RunConfig(Settings):
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
+        check_secure_sums(self)
         return self
 
     def _check_addresses(self) -> None:

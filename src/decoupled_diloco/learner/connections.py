@@ -569,6 +569,8 @@ class ShardLinks:
                 # First: this learner's part of the checkpoint must precede the message's effect.
                 if checkpoint > machine.state.checkpoint_heard:
                     here.deliver(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
+                if isinstance(message, messages.SumStep):
+                    message = here.bodies.secure.receive(message)
                 here.deliver(messages.Received(shard_peer(shard), message))
                 if isinstance(message, messages.Welcome):
                     backoff.reset()

@@ -16,8 +16,9 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, verified
 from decoupled_diloco.learner.parameter_store import Copied, HostCopy, Values
+from decoupled_diloco.learner.secure_sums import SecureSums
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.merge import as_bytes, values_digest
+from decoupled_diloco.merge import as_bytes, digest, values_digest
 from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed
@@ -64,6 +65,7 @@ class BodyExchange:
 
     def __init__(self, context: Context) -> None:
         self._here = context
+        self.secure = SecureSums(context)
         self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
         )
@@ -76,7 +78,13 @@ class BodyExchange:
 
     @executes(messages.SendBody)
     async def send_body(self, effect: messages.SendBody, capture: Capture) -> None:
-        """Encode a contribution, report its digest to the machine, and deliver it."""
+        """Encode a contribution, report its digest to the machine, and deliver it.
+
+        With secure sums, it only begins with the first step.
+        """
+        if self._here.machine.options.secure:
+            await self.secure.begin(effect, capture)
+            return
 
         def encoded() -> tuple[Tensor, str, Tensor | None]:
             body, digest, left = capture.encode(effect.codec)
@@ -91,6 +99,18 @@ class BodyExchange:
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
             self._here.deliver(Failed(effect, str(error)))
+
+    @executes(messages.TakeStep)
+    async def take_step(self, step: messages.TakeStep) -> None:
+        """Answer a step of a secure sum; deliver the masked contribution."""
+        try:
+            body = await self.secure.take(step)
+            if body is not None:
+                announced = digest(body.numpy().data)
+                self._here.deliver(messages.BodyEncoded(step.fragment, step.ask, announced))
+                await self._put(step.shard, self.secure.path(step), body)
+        except (TransportError, ProtocolError, MergeError) as error:
+            self._here.deliver(Failed(step, str(error)))
 
     async def _computed(
         self, fragment: int, task: Callable[[], _T], *, in_place: bool = True

@@ -102,10 +102,14 @@ class Context(Protocol):
     Attributes:
         changed: The lock shared with the training thread.
         ready: Whether the join is complete. An earlier rejection is an error, a later one is not.
+        run_id: Id of the run.
+        bodies: Executes the orders about payloads.
     """
 
     changed: Monitor
     ready: bool
+    run_id: str
+    bodies: Any
 
     @property
     def client(self) -> Client:

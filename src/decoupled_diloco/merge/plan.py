@@ -15,6 +15,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.codec import Body, BuffersExact, Codec, as_bytes, codec
+from decoupled_diloco.merge.fixed_point import FixedPoint
 from decoupled_diloco.merge.fragments import (
     Buffers,
     Fragment,
@@ -74,6 +75,7 @@ class MergePlan:
     feedback: float | None = None
     # outer optimizers of the fragments that do not use `outer`
     other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
+    secure: FixedPoint | None = None  # the format of masked contributions, with secure sums
     coarser: tuple[Codec, ...] = ()  # codecs that a shard may select instead of `uplink`
 
     @classmethod
@@ -93,6 +95,7 @@ class MergePlan:
         other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
         feedback: float | None = None,
         coarser: Sequence[str] = (),
+        secure: FixedPoint | None = None,
     ) -> MergePlan:
         """Create a plan from a layout and settings.
 
@@ -117,6 +120,7 @@ class MergePlan:
             other_outers=other_outers or {},
             feedback=feedback,
             coarser=tuple(map(codec, coarser)),
+            secure=secure,
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -193,10 +197,15 @@ class MergePlan:
 
     def uplink_nbytes(self, fragment: int) -> int:
         """Return the size in bytes of a contribution's payload, not packed."""
+        if self.secure is not None:
+            return self.secure.nbytes(self.segments(fragment))
         return self.uplink_of(fragment).nbytes(self.fragments[fragment].numel)
 
     def uplink_sizes(self, fragment: int, name: str = "") -> range:
         """Return the sizes in bytes that a contribution's payload can have, packed or not."""
+        if self.secure is not None:
+            nbytes = self.uplink_nbytes(fragment)
+            return range(nbytes, nbytes + 1)
         return packed_sizes(self.uplink_of(fragment, name), self.fragments[fragment].numel)
 
     def downlink_sizes(self, fragment: int) -> range:

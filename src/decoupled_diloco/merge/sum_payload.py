@@ -37,6 +37,8 @@ _PER_SEGMENT = 3
 
 def sum_nbytes(plan: MergePlan, fragment: int) -> int:
     """Return the size in bytes of the payload of a fragment's sum."""
+    if plan.secure is not None:
+        return plan.uplink_nbytes(fragment)  # a sum of masked contributions looks like one of them
     numel = plan.fragments[fragment].numel
     numbers = _HEAD + _PER_SEGMENT * len(plan.segments(fragment))
     return 8 * numbers + plan.uplink_of(fragment).nbytes(numel) + 4 * _single_numel(plan, fragment)

@@ -84,7 +84,9 @@ from decoupled_diloco.protocol.messages import (
     StateCopied,
     StepFinished,
     StepReport,
+    SumStep,
     TakeCheckpoint,
+    TakeStep,
     Tick,
     Upload,
     VisitEnded,
@@ -223,6 +225,9 @@ class LearnerMachine:
                 )
             case SendBody(fragment=fragment, ask=ask):
                 return self._upload_failed(fragment, ask, f"upload failed: {reason}")
+            case TakeStep(_, fragment, ask, step):
+                text = f"step {step!r} of a secure sum of fragment {fragment} fails"
+                return [Note(text, reason, warns=True), *self._upload_failed(fragment, ask, reason)]
             case SendCopy(shard, fragment, attempt):
                 return [Send(shard_peer(shard), CopyDeclined(fragment, attempt, reason), reason)]
             case TakeCheckpoint(number):
@@ -535,6 +540,11 @@ class LearnerMachine:
             case Pull():
                 self._observe_clock(now, link, message.tick)
                 return self._pulled(message)
+            case SumStep(fragment, ask, step):
+                sent = self._sent(fragment, ask)
+                if sent is None or sent.failed:
+                    return []  # its outcome was abandoned meanwhile
+                return [TakeStep(shard, fragment, ask, step, "its shard is ready for this step")]
             case Outcome():
                 return self._outcome(message)
             case Receipt(fragment, ask):
@@ -618,6 +628,9 @@ class LearnerMachine:
             view = self.state.fragments[index]
             if sent.ask in message.asks:
                 effects += [self._announce(index, sent)] if sent.digest else []
+            elif self.options.secure and not sent.digest:
+                # It has not sent its masked contribution, so no version contains it.
+                self._never_sent(view, sent)
             elif sent is view.sent:
                 sent.lost = True  # merged or not: it must never be sent again
             else:
@@ -632,6 +645,13 @@ class LearnerMachine:
         effects += self._align_run_steps()
         effects += leaving.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from this step")
+
+    def _never_sent(self, view: FragmentView, sent: Sent) -> None:
+        """Keep the training of a contribution that is in no version, for the next one."""
+        if sent is view.sent:
+            view.sent, view.behind = None, True
+        else:
+            self._late_is_lost(view, sent)
 
     def _late_is_lost(self, view: FragmentView, sent: Sent) -> None:
         """Drop a late contribution that, as far as is known, is merged nowhere."""
@@ -703,7 +723,8 @@ class LearnerMachine:
             self._late_is_lost(view, sent)
         if sent is not None and message.verdict == "unfit":
             view.unfit = True
-        if message.verdict == "behind":
+        masked_in_vain = self.options.secure and message.verdict == "abandoned"
+        if message.verdict == "behind" or masked_in_vain:  # break: abandoned-sum-drops-training
             view.behind = True
         return effects if sent is None else effects + self._refused(message)
 

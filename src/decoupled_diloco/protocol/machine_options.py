@@ -21,6 +21,18 @@ DiscountOf = Literal["weight", "change"]
 Draw = Literal["fair", "uniform"]
 
 
+def least_survivors(threshold: int, members: int) -> int:
+    """Return how many contributions of a cohort are needed to open their secure sum (rule 24).
+
+    They are more than half of the cohort. Otherwise a shard could request a learner's two secrets
+    from two halves of it.
+
+    >>> least_survivors(3, 8), least_survivors(6, 8)
+    (5, 6)
+    """
+    return max(threshold, members // 2 + 1)  # break: half-opens-a-sum
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The settings of the method, one field per symbol (see ``docs/reference/glossary.md``).
@@ -56,6 +68,7 @@ class Options:
         uplink_codec: Name of the wire format of contributions.
         ladder: Codecs and their bits per element, the most exact first. Each learner's codec is
             chosen from it by its link (rule 20). Empty: always uplink_codec.
+        threshold: The least number of contributions in a secure sum (rule 24); 0: no secure sums.
         chain: Number of differences that a learner fetches one after the other instead of a whole
             copy. Together they have fewer bits.
         adapt: The limits within which H and τ follow the links (rule 20); ``None``: they are fixed.
@@ -96,6 +109,7 @@ class Options:
     error_feedback: bool = False
     ladder: Ladder = ()
     chain: int = 1
+    threshold: int = 0
     adapt: AdaptLimits | None = None
     history: int | None = None
     cohort: int | None = None
@@ -113,6 +127,11 @@ class Options:
     def owner(self, fragment: int) -> int:
         """Return the shard of one fragment."""
         return fragment % self.shards
+
+    @property
+    def secure(self) -> bool:
+        """Whether a shard learns only the sums of contributions (rule 24)."""
+        return self.threshold > 0
 
     @property
     def mergeable_versions(self) -> int:

@@ -468,6 +468,9 @@ LOSS_MAX = 1e30
 """A loss at or above this value means that the training has diverged; it counts as infinite."""
 
 
+SecureStep = Literal["share", "mask", "open"]
+
+
 Verdict = Literal["accepted", "refused", "unfit", "behind", "abandoned"]
 
 
@@ -529,6 +532,43 @@ class Upload:
     steps: int
     tokens: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SumClaim:
+    """Answer a request of a run with secure sums: the learner takes part, with these counters.
+
+    ``keys`` are its fresh public keys, as `privacy.secure_sum.claim_text`. The shell removes them
+    before the machine and the tape receive the message, and so it does with the texts of the other
+    messages about secure sums.
+    """
+
+    fragment: int
+    ask: Asking
+    steps: int
+    tokens: int
+    keys: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SumShares:
+    """The learner has divided its secrets among its neighbors in the cohort; ``shares``: for whom.
+
+    They are encrypted for each of them.
+    """
+
+    fragment: int
+    ask: Asking
+    shares: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SumOpening:
+    """The learner's shares of the secrets that open the sum of its round."""
+
+    fragment: int
+    ask: Asking
+    shares: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -664,6 +704,21 @@ class Outcome:
     verdict: Verdict
     reason: str
     version: Version | None
+
+
+@dataclass(frozen=True, slots=True)
+class SumStep:
+    """The next step of a secure sum, for one of its members (rule 24).
+
+    ``text`` is what this member needs. ``"share"``: the cohort, whose members are to share their
+    secrets. ``"mask"``: the shares for this member, which then uploads its masked contribution.
+    ``"open"``: the survivors, whose sum is to be opened.
+    """
+
+    fragment: int
+    ask: Asking
+    step: SecureStep
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1060,6 +1115,9 @@ class SumOutcome:
 FromLearner = (
     StepReport
     | Upload
+    | SumClaim
+    | SumShares
+    | SumOpening
     | Decline
     | Copy
     | CopyDeclined
@@ -1075,6 +1133,7 @@ ToLearner = (
     Welcome
     | Refusal
     | Pull
+    | SumStep
     | Outcome
     | GivenUp
     | Published
@@ -1394,6 +1453,30 @@ class DropSum:
 
 
 @dataclass(frozen=True, slots=True)
+class PassOn:
+    """Send each of these members of a secure sum the next step, with what it needs of the others.
+
+    For the step ``"open"``, ``members`` are the survivors. The shard has received what the other
+    members sent, but this order does not contain it, and neither does the tape.
+    """
+
+    fragment: int
+    round: int
+    step: SecureStep
+    members: tuple[tuple[str, Asking], ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSum:
+    """Discard what was received for a secure sum that is abandoned."""
+
+    fragment: int
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Merge:
     """Merge the folded payloads, take an outer step, and create the published copy ``version``."""
 
@@ -1563,6 +1646,8 @@ SyncerEffect = (
     | Drop
     | FoldSum
     | DropSum
+    | PassOn
+    | ForgetSum
     | Merge
     | Install
     | LoadWeights
@@ -1633,6 +1718,17 @@ class SendBody:
     path: str
     why: str
     packed: bool = field(default=True, metadata=RARE)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStep:
+    """Compute the next step of a secure sum from the message that has just arrived, and answer."""
+
+    shard: int
+    fragment: int
+    ask: Asking
+    step: SecureStep
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -1754,6 +1850,7 @@ LearnerEffect = (
     | Relabel
     | Send
     | SendBody
+    | TakeStep
     | Settle
     | ForgetResidual
     | SendCopy
@@ -2028,6 +2125,7 @@ LeaseOrder = Look | Acquire | Renew | GiveBack
 Order = (
     Fetch
     | SendBody
+    | TakeStep
     | SendSum
     | SendCopy
     | CopyState
@@ -2353,6 +2451,7 @@ ToRelay = (
     | Drop
     | FoldSum
     | DropSum
+    | ForgetFolded
     | Collect
     | Collected
     | SumOutcome

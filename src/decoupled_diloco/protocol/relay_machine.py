@@ -235,6 +235,11 @@ class RelayMachine:
                 if collection.round == round:
                     collection.round = 0
                 return []
+            case ForgetFolded(fragment):
+                # Masked contributions of an abandoned sum.
+                collection = self._collection(shard, fragment)
+                collection.folded, collection.sums = [], {}
+                return [message]
             case SumOutcome(fragment, number, verdict, reason):
                 self._collection(shard, fragment).under_way.discard(number)
                 why = reason or "it is merged"

@@ -50,6 +50,8 @@ from decoupled_diloco.protocol.messages import (
     Drop,
     Expect,
     Fold,
+    ForgetFolded,
+    ForgetSum,
     GivenUp,
     Merge,
     Note,
@@ -72,6 +74,7 @@ from decoupled_diloco.protocol.syncer_state import (
     FragmentState,
     Member,
     Round,
+    SecureSum,
     SyncerState,
 )
 
@@ -157,12 +160,14 @@ def _open(
         delivery_over=window == 0.0,  # τ = 0, or no step time yet: the quorum alone decides
         final=final,
         leaver=participation(options).leaver_of(state, fragment),
+        secure=SecureSum() if options.secure else None,
     )
     why = "the closing sweep" if final else participation(options).why_open(fragment, tick)
     if round.leaver and not final:
         why = f"{round.leaver} is about to leave, so all learners take part"
     effects: list[SyncerEffect] = [round.opened(why)]
-    effects += _collect(state, options, now, round)
+    if round.secure is None:  # otherwise relays collect once the cohort masks its contributions
+        effects += collect(state, options, now, round)
     note_quorum(state, options, now, round, "")
     for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
@@ -171,12 +176,12 @@ def _open(
 
 def announced(state: SyncerState, now: float, learner: str, fragment: int, name: Asking) -> None:
     """Record that a learner has started to answer."""
-    ask = _open_request(state, learner, fragment, name)
+    ask = open_request(state, learner, fragment, name)
     if ask is not None:
         ask.announced_at = now
 
 
-def _open_request(state: SyncerState, learner: str, fragment: int, name: Asking) -> Ask | None:
+def open_request(state: SyncerState, learner: str, fragment: int, name: Asking) -> Ask | None:
     """Return the open request with this name, if it has not been replaced by a newer one."""
     entry = state.fragments.get(fragment)
     ask = None if entry is None else entry.asks.get(learner)
@@ -187,7 +192,7 @@ def body_arrived(
     state: SyncerState, options: Options, now: float, event: BodyArrived
 ) -> list[SyncerEffect]:
     """Fold a verified payload, or refuse it with a reason (rule 6)."""
-    ask = _open_request(state, event.learner, event.fragment, event.ask)
+    ask = open_request(state, event.learner, event.fragment, event.ask)
     if ask is None or ask.epoch != event.epoch:
         why = "its request was replaced, or the learner left"
         return [Drop(event.fragment, event.learner, event.ask, why, event.relay)]
@@ -200,7 +205,7 @@ def body_arrived(
         verdict = "unfit" if scale == 0.0 else "accepted"
     if verdict != "accepted":
         drop = Drop(event.fragment, event.learner, event.ask, problem, ask.relay)
-        closed = _close_request(state, options, now, ask, "refused", problem, verdict)
+        closed = close_request(state, options, now, ask, "refused", problem, verdict)
         return [drop, *adapted, *closed]
     return [*adapted, *_fold(state, options, now, ask, event, scale, problem)]
 
@@ -279,7 +284,7 @@ def declined(
     counts as a failure. A learner that applied a newer version meanwhile may keep the fragment's
     turn.
     """
-    ask = _open_request(state, learner, message.fragment, message.ask)
+    ask = open_request(state, learner, message.fragment, message.ask)
     if ask is None:
         return []
     member = state.members[learner]
@@ -288,21 +293,21 @@ def declined(
         member.backlog.add(ask.fragment)
     keeps = state.phase == "sweeping" and not message.nothing_new
     ask_state: AskState = "refused" if keeps else "declined"
-    return _close_request(state, options, now, ask, ask_state, message.reason)
+    return close_request(state, options, now, ask, ask_state, message.reason)
 
 
 def body_corrupt(
     state: SyncerState, options: Options, now: float, event: BodyCorrupt
 ) -> list[SyncerEffect]:
     """Record that a payload was invalid or its upload stopped."""
-    ask = _open_request(state, event.learner, event.fragment, event.ask)
+    ask = open_request(state, event.learner, event.fragment, event.ask)
     if ask is None:
         return []
     verdict: Verdict = "refused" if event.is_finite else "unfit"
-    return _close_request(state, options, now, ask, "refused", event.reason, verdict)
+    return close_request(state, options, now, ask, "refused", event.reason, verdict)
 
 
-def _close_request(
+def close_request(
     state: SyncerState,
     options: Options,
     now: float,
@@ -354,7 +359,7 @@ def forget_asks(
     for entry in state.fragments.values():
         ask = entry.asks.get(learner)
         if ask is not None and ask.name not in known:  # break: lost-request-in-flight
-            effects += _close_request(state, options, now, ask, "gone", reason)
+            effects += close_request(state, options, now, ask, "gone", reason)
     return effects
 
 
@@ -425,7 +430,7 @@ def _pass_unanswered(
             reason = f"no answer within {CLOSING_SECONDS:g} s: its loop has stalled"
             if ask.base_at is None:
                 reason = f"it did not receive {ask.base} within {now - ask.asked_at:.0f} s"
-            effects += _close_request(state, options, now, ask, "refused", reason)
+            effects += close_request(state, options, now, ask, "refused", reason)
     return effects
 
 
@@ -441,29 +446,32 @@ def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 def _progress(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
     entry = state.fragments[round.fragment]
     if round.closed_at is None or round.final:
-        _close(state, options, now, round)
-    ends = _gathered(state, options, round)
+        close_window(state, options, now, round)
+    ends = gathered(state, options, round)
     if round.closed_at is not None and round.collecting:
-        awaiting = _awaiting_sums(state, (*entry.asks.values(), *entry.relayed))
-        ends += _collected(round, awaiting)
+        awaiting = awaiting_sums(state, (*entry.asks.values(), *entry.relayed))
+        ends += collected(round, awaiting)
     if round.final:
         if round.closed_at is None or round.awaited:
             return ends
         if entry.folded:
-            return [*ends, *_settle(state, options, now, round)]
-        return [*ends, *_abandon(state, now, round, "no live learner has anything new")]
+            return [*ends, *settle_round(state, options, now, round)]
+        return [*ends, *abandon(state, options, now, round, "no live learner has anything new")]
     if round.closed_at is not None and has_quorum(entry, options):
         # break: round-waits-for-all
         waits = round.awaited and (not round.delivery_over or waits_for_leaver(state, round))
-        return ends if waits else [*ends, *_settle(state, options, now, round)]
+        return ends if waits else [*ends, *settle_round(state, options, now, round)]
     if round.delivery_over:
         round.holds_slot = False
-    if _hopeless(state, options, round):
-        return [*ends, *_abandon(state, now, round, "too few learners remain for the quorum")]
+    if is_hopeless(state, options, round):
+        return [
+            *ends,
+            *abandon(state, options, now, round, "too few learners remain for the quorum"),
+        ]
     return ends
 
 
-def _close(state: SyncerState, options: Options, now: float, round: Round) -> None:
+def close_window(state: SyncerState, options: Options, now: float, round: Round) -> None:
     if round.final:
         if len(state.members) > round.turned_live:
             round.closed_at = None  # a disconnected learner comes back or loses its lease
@@ -492,7 +500,7 @@ def _possible(state: SyncerState, round: Round) -> int:
     return _qualified(state, round) + state.members_stepping - round.turned_stepping
 
 
-def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
+def is_hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     """Return whether fewer than the quorum can still deliver, though enough learners are live."""
     if state.members_stepping < options.quorum:
         return False  # the clock has stopped too; a learner that joins may be asked
@@ -506,14 +514,16 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     return can + sum(m.learner not in present for m in waiting) < options.quorum
 
 
-def _settle(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
+def settle_round(
+    state: SyncerState, options: Options, now: float, round: Round
+) -> list[SyncerEffect]:
     round.settled_at = now
     round.version = Version(state.term, round.base.counter + 1)
     # From here on, arrivals belong to the next round.
     round.folded = state.fragments[round.fragment].take_folded()
     merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
     twins = same_data.noticed(state.twins, round.folded, round.tick, options.period)
-    return [merge, *_collected(round), *_note_lateness(state, options, round), *twins]
+    return [merge, *collected(round), *_note_lateness(state, options, round), *twins]
 
 
 def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
@@ -530,10 +540,15 @@ def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[S
     return [Note(text, why, warns=True)]
 
 
-def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:
+def abandon(
+    state: SyncerState, options: Options, now: float, round: Round, reason: str
+) -> list[SyncerEffect]:
+    """End a round without a merge. What was folded goes into the fragment's next round."""
+    effects = collected(round)
+    if round.secure is not None:
+        effects += _discard(state, options, now, round, reason)
     del state.rounds[round.fragment]
     entry = state.fragments[round.fragment]
-    effects = _collected(round)
     if state.phase == "running":
         state.again.add(round.fragment)
     elif round.final:
@@ -543,13 +558,49 @@ def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[
     return effects
 
 
-def begin_sweep(state: SyncerState, now: float) -> list[SyncerEffect]:
+def _discard(
+    state: SyncerState, options: Options, now: float, round: Round, reason: str
+) -> list[SyncerEffect]:
+    """Discard all contributions to a secure sum. Masked, they are useless for another round."""
+    assert round.secure is not None
+    round.secure.stage = "opening"  # it takes no more requests
+    entry, effects = state.fragments[round.fragment], list[SyncerEffect]()
+    for ask in list(entry.asks.values()):
+        effects += close_request(state, options, now, ask, "refused", reason, "abandoned")
+    effects += drop_relayed(state, round, reason)
+    for ask in entry.take_folded():
+        if entry.made.get(ask.learner) == ask.base:
+            entry.forget(ask.learner)
+        effects.append(Send(ask.learner, _abandoned(ask, reason), reason))
+    return [*effects, ForgetSum(round.fragment, round.number, reason)]
+
+
+def drop_relayed(state: SyncerState, round: Round, reason: str) -> list[SyncerEffect]:
+    """Discard the masked contributions that relays have folded and not sent."""
+    entry, effects = state.fragments[round.fragment], list[SyncerEffect]()
+    relayed = list(entry.relayed)
+    for ask in relayed:
+        ask.state, ask.reason = "gone", reason
+        entry.void(ask)
+        round.fallen[ask.learner] = ask
+        owes_nothing(state, round, ask.learner)
+        effects.append(Send(ask.learner, _abandoned(ask, reason), reason))
+    forget = ForgetFolded(round.fragment, reason)
+    relays = sorted({ask.relay for ask in relayed} & state.relays.keys())
+    return [*effects, *(Send(relay_peer(relay), forget, reason) for relay in relays)]
+
+
+def _abandoned(ask: Ask, reason: str) -> Outcome:
+    return Outcome(ask.fragment, ask.name, "abandoned", reason, None)
+
+
+def begin_sweep(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
     """Abandon the open rounds: every fragment has closing rounds from now on (rule 12)."""
     effects: list[SyncerEffect] = []
     for round in list(state.rounds.values()):
         # A merge at the worker cannot be taken back; it finishes first.
         if round.settled_at is None:  # break: final-sweep-keeps-rounds
-            effects += _abandon(state, now, round, "the run ends")
+            effects += abandon(state, options, now, round, "the run ends")
     return effects
 
 
@@ -638,8 +689,7 @@ def merge_failed(
     for ask in round.folded:
         if entry.made.get(ask.learner) == ask.base:  # break: failed-merge-counts-as-made
             entry.forget(ask.learner)  # it is lost, so this base may be requested again
-        outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
-        effects.append(Send(ask.learner, outcome, reason))
+        effects.append(Send(ask.learner, _abandoned(ask, reason), reason))
     effects += _sums_settled(fragment, round.folded, "void", reason)
     effects.append(Broadcast(GivenUp(fragment, reason), reason))
     effects.append(round.finished(now, "abandoned", reason, entry.under_way))
@@ -658,6 +708,8 @@ def ask_if_qualified(
     """
     over = round.settled_at if round.final else round.closed_at
     if over is not None or not member.connected or member.learner in round.turned:
+        return []
+    if not round.takes_requests:
         return []
     why = _qualifies(state, options, round, member)
     if why is None:
@@ -823,6 +875,12 @@ def ask_again(state: SyncerState, options: Options, round: Round) -> None:
 
 def _can_be_served(state: SyncerState, options: Options, member: Member, fragment: int) -> bool:
     round = state.rounds.get(fragment)
+    if options.secure:
+        # A masked contribution is only of use in the sum of its round.
+        entry = state.fragments[fragment]
+        open_for_it = round is not None and round.takes_requests
+        if not open_for_it or member.learner in entry.present:
+            return False
     merges = round is not None and round.settled_at is not None
     # break: due-during-merge-not-asked
     if merges and not participation(options).asks_during_merge:
@@ -941,7 +999,7 @@ def ask_leaver(
         wanted = member.leaving_with is not None and fragment in member.leaving_with
         here = member.learner in entry.asks or entry.has_since_version(member.learner)
         base = None if here or not wanted else _base(state, options, now, member, fragment)
-        if base is not None and round.settled_at is None:
+        if base is not None and round.settled_at is None and round.takes_requests:
             round.leaver = member.learner
             member.backlog.discard(fragment)
             effects += _ask(state, options, now, member, fragment, base, "it is about to leave")
@@ -951,7 +1009,7 @@ def ask_leaver(
 # Notifications of relays (rule 22); see `relayed`
 
 
-def _collect(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
+def collect(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
     """Notify the relays of a round that opens, with the time that their sums have.
 
     Without a delivery window, this is until a quorum has delivered. A device leaves as soon as its
@@ -965,7 +1023,7 @@ def _collect(state: SyncerState, options: Options, now: float, round: Round) -> 
     return [Send(relay_peer(relay), order, "a round opens") for relay in round.collecting]
 
 
-def _gathered(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
+def gathered(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
     """Order the relays to send their sums as soon as these complete the quorum.
 
     A relay with relays behind it receives the order when it has their sums.
@@ -976,14 +1034,14 @@ def _gathered(state: SyncerState, options: Options, round: Round) -> list[Syncer
         return []
     if len(entry.delivered.keys() | {ask.learner for ask in entry.relayed}) < options.quorum:
         return []
-    awaiting = _awaiting_sums(state, entry.relayed)
+    awaiting = awaiting_sums(state, entry.relayed)
     ready = [relay for relay in round.gathering if relay not in awaiting]
     round.gathering = tuple(relay for relay in round.gathering if relay in awaiting)
     order = Collect(round.fragment, round.number, 0.0)
     return [Send(relay_peer(relay), order, "a quorum has delivered") for relay in ready]
 
 
-def _collected(round: Round, awaiting: Collection[str] = ()) -> list[SyncerEffect]:
+def collected(round: Round, awaiting: Collection[str] = ()) -> list[SyncerEffect]:
     """Notify relays, except ``awaiting`` ones, that nothing more of a round will reach them."""
     notified = [relay for relay in round.collecting if relay not in awaiting]
     round.collecting = tuple(relay for relay in round.collecting if relay in awaiting)
@@ -991,7 +1049,7 @@ def _collected(round: Round, awaiting: Collection[str] = ()) -> list[SyncerEffec
     return [Send(relay_peer(relay), end, "the round's window is over") for relay in notified]
 
 
-def _awaiting_sums(state: SyncerState, asks: Iterable[Ask]) -> set[str]:
+def awaiting_sums(state: SyncerState, asks: Iterable[Ask]) -> set[str]:
     """Return the relays to which relays behind them will send sums with these contributions."""
     found = set[str]()
     if any(state.relays.values()):

@@ -25,6 +25,7 @@ from decoupled_diloco.protocol import (
     members,
     relayed,
     rounds,
+    secure_rounds,
     visits,
 )
 from decoupled_diloco.protocol.clock import advanced
@@ -79,7 +80,10 @@ from decoupled_diloco.protocol.messages import (
     StepReport,
     Stop,
     SumArrived,
+    SumClaim,
     SumCorrupt,
+    SumOpening,
+    SumShares,
     Swept,
     SyncerEffect,
     SyncerEvent,
@@ -162,6 +166,7 @@ class SyncerMachine:
             instants.append(state.fill.settle_at)
         for round in state.rounds.values():
             instants.append(rounds.deadline(state, self.options, round))
+            instants.append(secure_rounds.deadline(round))
         instants += [entry.retry_at for entry in state.fragments.values()]
         return min((instant for instant in instants if instant is not None), default=None)
 
@@ -425,6 +430,8 @@ class SyncerMachine:
             case CopyDeclined(fragment, attempt, reason):
                 corrupt = CopyCorrupt(learner, fragment, attempt, reason)
                 return first_copies.copy_corrupt(state, now, corrupt)
+            case SumClaim() | SumShares() | SumOpening():
+                return secure_rounds.answered(state, self.options, now, learner, message)
             case Decline():
                 return rounds.declined(state, self.options, now, learner, message)
             case Holding():
@@ -473,7 +480,7 @@ class SyncerMachine:
         state.queue.clear()
         state.again.clear()
         state.closing = set(self.owned)
-        return [Broadcast(Ending(), why), *rounds.begin_sweep(state, now)]
+        return [Broadcast(Ending(), why), *rounds.begin_sweep(state, self.options, now)]
 
     def _move_on(self, now: float) -> list[SyncerEffect]:
         """Execute everything that follows from the state alone, after any event."""
@@ -486,12 +493,13 @@ class SyncerMachine:
         if state.phase == "running":
             effects += self._advance_clock(now)
         if state.phase in ("running", "sweeping"):
-            effects += rounds.progress(state, options, now)
+            progress = secure_rounds.progress if options.secure else rounds.progress
+            effects += progress(state, options, now)
             opened = -1
             while opened != state.rounds_opened:  # a round may end at once and free its slot
                 opened = state.rounds_opened
                 effects += rounds.open_due(state, options, now)
-                effects += rounds.progress(state, options, now)
+                effects += progress(state, options, now)
         if state.phase == "sweeping" and not state.closing and not state.rounds:
             state.phase = "swept"
             effects.append(Send(COORDINATOR, Swept(), "every fragment has had its closing round"))

@@ -332,6 +332,26 @@ class SiteTraffic:
         self.sent_bytes += nbytes
 
 
+SecureStage = Literal["claims", "shares", "masks", "opening"]
+
+
+@dataclass(slots=True)
+class SecureSum:
+    """How far the secure sum of a round is; see `secure_rounds`.
+
+    Attributes:
+        until: In the stages of shares and of the opening, the instant from which the shard does not
+            wait for further answers.
+        answered: The learners that have answered in this stage.
+        members: The number of learners in the cohort.
+    """
+
+    stage: SecureStage = "claims"
+    until: float = 0.0
+    answered: set[str] = field(default_factory=set)
+    members: int = 0
+
+
 @dataclass(slots=True)
 class Round:
     """An open round. Instants are seconds of the shard's clock.
@@ -354,6 +374,7 @@ class Round:
         next_tick: The tick at which the fragment became due again meanwhile.
         collecting: The relays that were notified that it collects, and not yet that it has ended.
         gathering: The relays that keep what they have until a quorum has delivered.
+        secure: Its secure sum, in a run with secure sums.
     """
 
     number: int
@@ -384,6 +405,12 @@ class Round:
     next_tick: int | None = None
     collecting: tuple[str, ...] = ()
     gathering: tuple[str, ...] = ()
+    secure: SecureSum | None = None
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a learner may still be asked to contribute to it."""
+        return self.secure is None or self.secure.stage == "claims"
 
     def turn(self, learner: str, *, stepping: bool) -> None:
         """Give a live learner its turn; ``stepping``: it has reported a step."""

@@ -13,7 +13,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError, StorageError, TransportError
+from decoupled_diloco.merge import digest as digest_of
 from decoupled_diloco.merge.accumulate import Accumulator
+from decoupled_diloco.merge.fixed_point import write
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sum_payload import write_sum
 from decoupled_diloco.protocol import messages
@@ -117,6 +119,9 @@ class RelayTensors(Contributions):
         Raises:
             MergeError: The sums are not finite.
         """
+        if self.plan.secure is not None:
+            body = write(self.plan.secure, self._masked_total.pop(fragment))
+            return body, digest_of(body.numpy().data)
         taken = self.residuals.take(fragment, self.plan.fragments[fragment].numel)
         accumulator = self._accumulators[fragment]
         assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
-from decoupled_diloco.merge import Body, Contribution, body_digest
+from decoupled_diloco.merge import Body, Contribution, as_bytes, body_digest, digest
 from decoupled_diloco.merge.accumulate import Accumulator
+from decoupled_diloco.merge.fixed_point import Integers, read
 from decoupled_diloco.merge.fragments import parameters_numel
 from decoupled_diloco.merge.packing import BufferHistory, unpacked
 from decoupled_diloco.merge.plan import MergePlan
@@ -64,6 +65,9 @@ class Contributions:
         self._norms: OrderedDict[tuple[int, Asking], float] = OrderedDict()
         self._relayed: OrderedDict[tuple[int, Asking], tuple[float, float]] = OrderedDict()
         self._left_out: dict[tuple[int, str], float] = {}
+        self._masked: dict[tuple[int, Asking], Integers] = {}
+        self._masked_sums: dict[tuple[int, SumName], Integers] = {}
+        self._masked_total: dict[int, Integers] = {}
         self._buffers: dict[int, BufferHistory] = {}
         self._accumulators: dict[int, FragmentMerge] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in fragments)
@@ -91,6 +95,9 @@ class Contributions:
             ProtocolError: The digest or the size is wrong.
             MergeError: The values are not finite.
         """
+        if self.plan.secure is not None:
+            self._masked[fragment, ask] = self._read_masked(fragment, body, announced)
+            return 0.0
         uplink = self.plan.uplink_of(fragment, codec)
         actual = body_digest(body, uplink)
         if actual != announced:
@@ -113,6 +120,8 @@ class Contributions:
             ask: The request whose contribution was verified and is neither folded nor dropped.
             learner: The learner that made the contribution.
         """
+        if self.plan.secure is not None:
+            return ()
         numel = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
         own = sketch(self._arrived[fragment, ask].parts[0][1][:numel])
         others, earlier = self._sketches[fragment], self._earlier[fragment]
@@ -147,11 +156,28 @@ class Contributions:
             scale: Factor of its values.
             discount: Factor of its weight.
         """
+        if self.plan.secure is not None:
+            self._add_masked(fragment, self._masked.pop((fragment, ask)))
+            return
         contribution = self._arrived.pop((fragment, ask))
         if scale != 1.0:
             contribution.scale(scale)
         weight = discount * self.plan.weight(tokens, steps)
         self._accumulator(fragment).add_contribution(contribution, weight)
+
+    def _read_masked(self, fragment: int, body: Body, announced: str) -> Integers:
+        """Decode a masked contribution, or a relay's sum of some; only its owner could check it."""
+        assert self.plan.secure is not None
+        actual = digest(as_bytes(body).numpy().data)
+        if actual != announced:
+            raise ProtocolError(f"digest={actual}, but {announced} was announced")
+        return read(self.plan.secure, self.plan.segments(fragment), body)
+
+    def _add_masked(self, fragment: int, integers: Integers) -> None:
+        if fragment in self._masked_total:
+            self._masked_total[fragment].add(integers)
+        else:
+            self._masked_total[fragment] = integers
 
     def _accumulator(self, fragment: int) -> FragmentMerge:
         """Return the fragment's accumulator; a new one gets reused memory."""
@@ -195,6 +221,8 @@ class Contributions:
             MergeError: The sum has another weight or count, or is too long.
         """
         known = [self._relayed.pop((fragment, ask), (math.nan, math.nan)) for ask in asks]
+        if self.plan.secure is not None:
+            return  # it is masked; its opened sum must have the weight of its contributions
         weight, length = (math.fsum(values) for values in zip(*known, strict=True))
         accumulator, relay = self._sums[fragment, name], name[0]
         norms, means = accumulator.lengths
@@ -227,10 +255,16 @@ class Contributions:
             ProtocolError: The digest or the size is wrong.
             MergeError: The sums are not finite or contradict each other.
         """
+        if self.plan.secure is not None:
+            self._masked_sums[fragment, name] = self._read_masked(fragment, body, announced)
+            return
         self._sums[fragment, name] = read_sum(self.plan, fragment, body, announced)
 
     def fold_sum(self, fragment: int, name: SumName) -> None:
         """Add a verified sum to its fragment's accumulator."""
+        if self.plan.secure is not None:
+            self._add_masked(fragment, self._masked_sums.pop((fragment, name)))
+            return
         accumulator = self._accumulator(fragment)
         assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"
         accumulator.combine(self._sums.pop((fragment, name)))
@@ -238,10 +272,12 @@ class Contributions:
     def drop_sum(self, fragment: int, name: SumName) -> None:
         """Discard a verified sum."""
         self._sums.pop((fragment, name), None)
+        self._masked_sums.pop((fragment, name), None)
 
     def drop(self, fragment: int, ask: Asking) -> None:
         """Discard a verified contribution."""
         self._arrived.pop((fragment, ask), None)
+        self._masked.pop((fragment, ask), None)
         self._sketches[fragment].pop(ask, None)
 
     def forget_folded(self, fragment: int) -> None:
@@ -252,7 +288,8 @@ class Contributions:
             if (fragment, ask) in self._arrived
         }
         self._sketches[fragment] = kept
-        if self._accumulators.pop(fragment, None) is not None:
+        self._masked_total.pop(fragment, None)
+        if self._accumulators.pop(fragment, None) is not None and fragment in self._used:
             self._free.append(self._used.pop(fragment))
 
     def unpacked(self, fragment: int, body: Body, base: Version, codec: str = "") -> Body:
@@ -261,6 +298,8 @@ class Contributions:
         Raises:
             ProtocolError: The payload is malformed, or the base's buffers are not known any more.
         """
+        if self.plan.secure is not None:
+            return body
         history = self._buffers.get(fragment)
         buffers = None if history is None else history.of(base)
         return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))

@@ -42,6 +42,7 @@ from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.payload_archive import Payloads
 from decoupled_diloco.syncer.relay_connections import RelayConnections, RelaySession
 from decoupled_diloco.syncer.seals import Seals
+from decoupled_diloco.syncer.secure_sums import FromMember, SecureSums
 from decoupled_diloco.syncer.shard_connections import Sessions, ShardDriver, first_message
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
@@ -68,6 +69,7 @@ class Parts:
     worker: Worker
     uploads: Uploads
     sums: Sums
+    secure: SecureSums
 
 
 class Shard:
@@ -167,7 +169,7 @@ class Shard:
             ends=self._relay_ends,
         )
         self._orders = Orders[messages.SyncerEffect](
-            messages.SyncerEffect, self, self._sessions, later=(Uploads, Sums, Worker)
+            messages.SyncerEffect, self, self._sessions, later=(Uploads, Sums, SecureSums, Worker)
         )
         self.driver.set_handlers(self._orders)
         self._stopping = asyncio.Event()
@@ -381,6 +383,8 @@ class Shard:
             self.driver.deliver(messages.Lost(messages.relay_peer(session.hello.relay)))
 
     def _received(self, learner: str, message: messages.FromLearner) -> None:
+        if isinstance(message, FromMember):
+            message = self.parts.result().secure.receive(learner, message)
         if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
             self.parts.result().uploads.announce(learner, message)
         self._tally.count_message(learner, message)
@@ -422,6 +426,9 @@ class Shard:
             message = dataclasses.replace(message, path=url)
         self._sessions.send(order.peer, numbered(message, checkpoint))
         return None
+
+    def _send_now(self, learner: str, message: messages.Message) -> None:
+        self._sessions.send(learner, numbered(message, self.machine.state.checkpoint))
 
     @executes(messages.Broadcast, sliced=True)
     def _broadcast(
@@ -516,6 +523,7 @@ class Shard:
             self.machine.options.mergeable_versions,
         )
         payloads = self._recorded(tensors)
+        secure = SecureSums(self.machine, tensors, self._run, self._send_now)
         worker = Worker(
             self.driver,
             tensors,
@@ -526,6 +534,7 @@ class Shard:
             downloads=self._downloads,
             relays=self._relays.send,
             shard_lease=self._shard_lease,
+            secure=secure if self.machine.options.secure else None,
         )
         keep = None if payloads is None else payloads.keep
         bodies, relays = self._server.bodies, self._relays.send
@@ -534,7 +543,8 @@ class Shard:
         self._orders.add(worker)
         self._orders.add(uploads)
         self._orders.add(sums)
-        self.parts.set_result(Parts(layout, worker, uploads, sums))
+        self._orders.add(secure)
+        self.parts.set_result(Parts(layout, worker, uploads, sums, secure))
 
     def _disk_of(self, tensors: ShardTensors, layout: Layout) -> ShardDisk | None:
         if not self.config.syncer.persist:

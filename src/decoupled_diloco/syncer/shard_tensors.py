@@ -35,9 +35,11 @@ from decoupled_diloco.merge import (
     publish,
     values_digest,
 )
+from decoupled_diloco.merge.fixed_point import first_bounds, next_bounds, opened
 from decoupled_diloco.merge.fragments import buffer_sizes
 from decoupled_diloco.merge.packing import BufferHistory, packed
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.privacy.secure_sum import Opening
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.syncer.contributions import Contributions
 
@@ -97,6 +99,7 @@ class ShardTensors(Contributions):
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
         self._earlier_versions = earlier_versions
+        self._bounds: dict[int, tuple[float, ...]] = {}
         self._received: dict[int, tuple[str, Tensor]] = {}
 
     def install(self, fragment: int, values: Tensor) -> str:
@@ -144,6 +147,29 @@ class ShardTensors(Contributions):
         actual, values = self._received.pop(fragment, ("", None))
         if values is not None and actual == wanted:
             self.install(fragment, values)
+
+    def bounds(self, fragment: int) -> tuple[float, ...]:
+        """Return the norm of each segment to which learners clip their next masked contribution."""
+        if fragment not in self._bounds:
+            published = self.fragments[fragment].published
+            return first_bounds(self.plan.segments(fragment), published)
+        return self._bounds[fragment]
+
+    def open_sum(self, fragment: int, opening: Opening) -> None:
+        """Unmask what was folded, so that it can be merged.
+
+        Raises:
+            MergeError: It cannot be opened. It is kept until `forget_folded`.
+        """
+        form, segments = self.plan.secure, self.plan.segments(fragment)
+        assert form is not None
+        total, bounds = self._masked_total[fragment].clone(), opening.cohort.bounds
+        opening.unmask(total)
+        weights, heaviest = opening.weights(self.plan.weight)
+        base = self.fragments[fragment].published
+        sums = opened(form, segments, total, base, weights, heaviest, bounds)
+        self._accumulators[fragment] = sums.accumulator
+        self._bounds[fragment] = next_bounds(bounds, sums.norms)
 
     def merge(self, fragment: int) -> PublishedCopy:
         """Merge what was folded, and commit the result; see `prepare` and `commit`."""

@@ -28,6 +28,7 @@ from decoupled_diloco.syncer.durable import ShardDisk
 from decoupled_diloco.syncer.payload_archive import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
 from decoupled_diloco.syncer.run_checkpoints import forget_checkpoints, part_file
+from decoupled_diloco.syncer.secure_sums import SecureSums
 from decoupled_diloco.syncer.shard_lease import NoStandby, ShardLease
 from decoupled_diloco.syncer.shard_tensors import PublishedCopy, ShardTensors
 
@@ -53,6 +54,7 @@ class Worker:
         downloads: Offers the published copies.
         relays: Sends a message to a relay.
         shard_lease: The leadership lease of this process.
+        secure: What was received for secure sums, in a run with these.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Worker:
         downloads: Downloads,
         relays: Callable[[str, messages.Message], None],
         shard_lease: ShardLease | NoStandby,
+        secure: SecureSums | None = None,
     ) -> None:
         self.tensors = tensors
         self.disk = disk
@@ -78,6 +81,7 @@ class Worker:
         self._downloads = downloads
         self._relays = relays
         self._shard_lease = shard_lease
+        self._secure = secure
         self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
 
     async def run(self, task: Callable[[], _T]) -> _T:
@@ -106,6 +110,12 @@ class Worker:
             return None
         return self.run(partial(self.tensors.drop, order.fragment, order.ask))
 
+    @executes(messages.ForgetSum)
+    def _forget(self, order: messages.ForgetSum) -> Coroutine[Any, Any, None]:
+        assert self._secure is not None, "only a secure sum is forgotten"
+        self._secure.forget(order.fragment)
+        return self.run(partial(self.tensors.forget_folded, order.fragment))
+
     @executes(messages.Merge)
     async def _merge(self, order: messages.Merge) -> Done | Failed | None:
         number, fragment = order.round, order.fragment
@@ -113,6 +123,8 @@ class Worker:
         memory = self._memory()
 
         def merge() -> PublishedCopy:
+            if self._secure is not None:
+                tensors.open_sum(fragment, self._secure.opening(fragment))
             if disk is None:
                 copy = tensors.merge(fragment)
             else:

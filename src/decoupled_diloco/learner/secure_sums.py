@@ -1,0 +1,167 @@
+"""A learner's part in secure sums (rule 24): it answers each step of a round.
+
+The background's event loop runs this module; keys, shares and masks are computed in its worker. The
+texts of the steps stay here: the machine and the tape do not receive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.learner.exchange import Capture
+from decoupled_diloco.learner.shared import Context
+from decoupled_diloco.merge import contribution
+from decoupled_diloco.merge.fixed_point import quantize, write
+from decoupled_diloco.privacy.secure_sum import (
+    Cohort,
+    Member,
+    claim_text,
+    read_cohort,
+    read_names,
+    read_shares,
+    shares_text,
+    sum_name,
+)
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, SecureStep
+from decoupled_diloco.runtime import runtime
+
+
+@dataclass
+class SumUnderWay:
+    """A secure sum in which this learner takes part.
+
+    Attributes:
+        order: The order to contribute.
+        capture: The contribution; ``None`` once it is masked.
+        member: This learner's secrets.
+        cohort: The cohort, once it is known.
+        texts: What each step brought.
+    """
+
+    order: messages.SendBody
+    capture: Capture | None
+    member: Member
+    texts: dict[SecureStep, str]
+    cohort: Cohort | None = None
+
+
+class SecureSums:
+    """The sums in progress: at most one for each fragment, so an older one is forgotten.
+
+    Args:
+        context: The background around it.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._here = context
+        self._sums: dict[int, SumUnderWay] = {}
+
+    def receive(self, message: messages.SumStep) -> messages.SumStep:
+        """Keep the text of a step, and return the message without it."""
+        found = self._find(message.fragment, message.ask)
+        if found is not None:
+            found.texts[message.step] = message.text
+        return messages.SumStep(message.fragment, message.ask, message.step)
+
+    async def begin(self, order: messages.SendBody, capture: Capture) -> None:
+        """Take part in a sum: send fresh public keys."""
+        machine = self._here.machine
+
+        def make() -> tuple[Member, str]:
+            member = Member(machine.learner, machine.options.threshold, runtime().random_bytes)
+            name = sum_name(self._here.run_id, order.fragment, str(order.base))
+            return member, claim_text(member.claim(name, order.steps, order.tokens))
+
+        member, keys = await self._here.in_worker(make)
+        self._sums[order.fragment] = SumUnderWay(order, capture, member, {})
+        claim = messages.SumClaim(order.fragment, order.ask, order.steps, order.tokens, keys)
+        self._here.send(order.shard, claim)
+
+    async def take(self, step: messages.TakeStep) -> Tensor | None:
+        """Answer a step; return the masked payload of the step ``"mask"``, uint8 [B].
+
+        Raises:
+            ProtocolError: The step is not valid, or the sum is forgotten.
+            MergeError: The contribution is not finite.
+        """
+        found = self._required(step)
+        text = found.texts.pop(step.step, "")
+        match step.step:
+            case "share":
+                shares = await self._here.in_worker(lambda: _share(found, text))
+                self._send(step, messages.SumShares, shares)
+            case "mask":
+                weight, most = self._here.tensors.plan.weight, self._here.machine.options
+                steps = most.steps_counted
+                return await self._here.in_worker(lambda: _mask(found, text, weight, steps))
+            case "open":
+                shares = await self._here.in_worker(lambda: _open(found, text))
+                self._send(step, messages.SumOpening, shares)
+        return None
+
+    def path(self, step: messages.TakeStep) -> str:
+        """Return the path of the payload of a step.
+
+        Raises:
+            ProtocolError: The sum is forgotten.
+        """
+        return self._required(step).order.path
+
+    def _required(self, step: messages.TakeStep) -> SumUnderWay:
+        found = self._find(step.fragment, step.ask)
+        if found is None:
+            raise ProtocolError("the secrets of this sum are forgotten")
+        return found
+
+    def _send(
+        self,
+        step: messages.TakeStep,
+        kind: type[messages.SumShares | messages.SumOpening],
+        shares: str,
+    ) -> None:
+        self._here.send(step.shard, kind(step.fragment, step.ask, shares))
+
+    def _find(self, fragment: int, ask: Asking) -> SumUnderWay | None:
+        found = self._sums.get(fragment)
+        return found if found is not None and found.order.ask == ask else None
+
+
+def _share(found: SumUnderWay, text: str) -> str:
+    cohort = read_cohort(text)
+    shares = found.member.share(cohort)
+    found.cohort = cohort
+    return shares_text(shares)
+
+
+def _mask(
+    found: SumUnderWay,
+    text: str,
+    weight: Callable[[float, float], float],
+    steps_max: int,
+) -> Tensor:
+    cohort, capture = found.cohort, found.capture
+    if cohort is None or capture is None:
+        raise ProtocolError("shares were sent before the cohort, or twice for one sum")
+    plan, fragment = capture.plan, capture.fragment
+    form, segments = plan.secure, plan.segments(fragment)
+    assert form is not None
+    if len(cohort.bounds) != len(segments):
+        raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
+    weights = cohort.weights(weight, steps_max)
+    share = weights[found.member.learner] / max(weights.values())
+    d = contribution(
+        plan.fragments[fragment], plan.layout, capture.copy.values(), capture.published
+    )
+    integers = quantize(form, segments, d, capture.published, share, cohort.bounds)
+    body = write(form, found.member.mask(read_shares(text), integers))
+    found.capture = None  # the tensors are not needed any more
+    return body
+
+
+def _open(found: SumUnderWay, text: str) -> str:
+    return shares_text(found.member.open(read_names(text)))

@@ -1,0 +1,155 @@
+"""A shard's part in secure sums (rule 24): it passes the members' messages on, and opens the sum.
+
+The texts of the messages stay here: the machine and the tape do not receive them. Everything here
+is lost with the process, and so are the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from decoupled_diloco.errors import MergeError
+from decoupled_diloco.privacy.secure_sum import (
+    Claim,
+    Cohort,
+    Opening,
+    names_text,
+    read_claim,
+    read_shares,
+    shares_text,
+    sum_name,
+)
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
+from decoupled_diloco.shell.driver import executes
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
+
+FromMember = messages.SumClaim | messages.SumShares | messages.SumOpening
+
+
+@dataclass
+class SumInProgress:
+    """What a shard has received for one fragment's round.
+
+    Attributes:
+        claims: The claims, by request: a claim of an earlier request does not count.
+        shares: The encrypted shares, by sender and holder.
+        answers: The shares that open the sum, by sender and owner.
+    """
+
+    claims: dict[Asking, Claim] = field(default_factory=dict)
+    cohort: Cohort | None = None
+    shares: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
+    survivors: tuple[str, ...] = ()
+    answers: dict[str, dict[str, bytes]] = field(default_factory=dict)
+
+
+class SecureSums:
+    """Keeps the messages of members for each other.
+
+    Args:
+        machine: The shard's machine.
+        tensors: The shard's tensors.
+        run: Id of the run.
+        send: Sends a message to a learner.
+    """
+
+    def __init__(
+        self,
+        machine: SyncerMachine,
+        tensors: ShardTensors,
+        run: str,
+        send: Callable[[str, messages.Message], None],
+    ) -> None:
+        self._machine = machine
+        self._tensors = tensors
+        self._run = run
+        self._send = send
+        self._sums: dict[int, SumInProgress] = {}
+
+    def receive(self, learner: str, message: FromMember) -> FromMember:
+        """Keep the text of a message, and return the message without it.
+
+        Raises:
+            ProtocolError: The text is malformed.
+        """
+        found = self._sums.setdefault(message.fragment, SumInProgress())
+        match message:
+            case messages.SumClaim(_, ask, steps, tokens, keys):
+                # Before the cohort is fixed: a later claim would not be in it.
+                if found.cohort is None and min(steps, tokens) > 0:
+                    found.claims[ask] = read_claim(learner, steps, tokens, keys)
+                return replace(message, keys="")
+            case messages.SumShares(shares=text):
+                if self._is_member(found, learner, message.ask) and not found.shared:
+                    found.shares[learner] = read_shares(text)
+            case messages.SumOpening(shares=text):
+                if self._is_member(found, learner, message.ask) and learner in found.survivors:
+                    found.answers[learner] = read_shares(text)
+        return replace(message, shares="")
+
+    @staticmethod
+    def _is_member(found: SumInProgress, learner: str, ask: Asking) -> bool:
+        claim = found.claims.get(ask)
+        members = () if found.cohort is None else found.cohort.names
+        return claim is not None and claim.learner == learner and learner in members
+
+    @executes(messages.PassOn)
+    def pass_on(self, order: messages.PassOn) -> None:
+        """Send each member what it needs for the next step."""
+        round = self._machine.state.rounds.get(order.fragment)
+        if round is None or round.number != order.round:
+            return  # it was abandoned meanwhile
+        found = self._sums[order.fragment]
+        names = tuple(learner for learner, _ in order.members)
+        match order.step:
+            case "share":
+                cohort = found.cohort = self._cohort(order, round.base, found)
+                texts = dict.fromkeys(names, cohort.to_text())
+            case "mask":
+                found.shared = names
+                texts = {name: shares_text(_for_member(found, name)) for name in names}
+            case "open":
+                found.survivors = names
+                texts = dict.fromkeys(names, names_text(names))
+        for learner, ask in order.members:
+            step = messages.SumStep(order.fragment, ask, order.step, texts[learner])
+            self._send(learner, step)
+
+    def _cohort(
+        self, order: messages.PassOn, base: messages.Version, found: SumInProgress
+    ) -> Cohort:
+        return Cohort(
+            sum_name(self._run, order.fragment, str(base)),
+            tuple(found.claims[ask] for _, ask in order.members),
+            self._tensors.bounds(order.fragment),
+            self._machine.options.threshold,
+        )
+
+    def opening(self, fragment: int) -> Opening:
+        """Return what opens a fragment's sum, and forget the sum.
+
+        Raises:
+            MergeError: This process does not know the sum.
+        """
+        found = self._sums.pop(fragment, None)
+        if found is None or found.cohort is None:
+            raise MergeError("the members of this sum are not known")
+        steps_max = self._machine.options.steps_counted
+        return Opening(found.cohort, found.shared, found.survivors, found.answers, steps_max)
+
+    def forget(self, fragment: int) -> None:
+        """Forget an abandoned sum."""
+        self._sums.pop(fragment, None)
+
+
+def _for_member(found: SumInProgress, member: str) -> dict[str, bytes]:
+    """Return the shares for a member from those neighbors that have shared."""
+    return {
+        sender: found.shares[sender][member]
+        for sender in found.shared
+        if sender != member and member in found.shares.get(sender, {})
+    }
