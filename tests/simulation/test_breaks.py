@@ -131,6 +131,7 @@ import os, sys
 import pytest
 import worlds.worlds  # before the forks: it takes most of a test's time
 from simulation.relay_breaks import RELAY_TRIAL
+from simulation.secure_breaks import SECURE_TRIAL
 from simulation.trial_breaks import TRIAL
 
 class Failed:
@@ -138,7 +139,7 @@ class Failed:
     def pytest_runtest_logreport(self, report):
         self.calls += report.failed and report.when == "call"
 
-for each in (*TRIAL, *RELAY_TRIAL)[int(sys.argv[1]) :: int(sys.argv[2])]:
+for each in (*TRIAL, *RELAY_TRIAL, *SECURE_TRIAL)[int(sys.argv[1]) :: int(sys.argv[2])]:
     sys.stdout.flush()
     if os.fork() == 0:
         failed = Failed()

@@ -20,13 +20,14 @@ from simulation.own_breaks import FORGOTTEN_TURNS, OWN_STEPS
 from simulation.relay_breaks import RELAY_TRIAL, RELAYS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
+from simulation.secure_breaks import SECURE_TRIAL
 from simulation.shell_breaks import SHELLS
 from simulation.trial_breaks import TRIAL
 
 BREAKS = (
     *(*CORE, *CLAIMS, *STORAGE, *DATA_LEASES, DURABLE_TOO_EARLY, LATE_ANSWER),
     *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *SHELLS, *TRIAL),
-    *(*RELAYS, *RELAY_TRIAL),
+    *(*RELAYS, *RELAY_TRIAL, *SECURE_TRIAL),
 )
 
 
@@ -45,7 +46,7 @@ def test_a_changed_line_compiles_and_uses_names_that_exist(each: Break) -> None:
     assert not each.unknown_names()
 
 
-TRIED = (*TRIAL, *RELAY_TRIAL)
+TRIED = (*TRIAL, *RELAY_TRIAL, *SECURE_TRIAL)
 
 
 @pytest.mark.parametrize("each", TRIED, ids=[each.mark for each in TRIED])

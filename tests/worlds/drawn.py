@@ -86,6 +86,21 @@ def with_devices(choices: Choices, options: Options, learners: int) -> Options:
     return replace(drawn, discount_of=choices.fork("discount").pick(["weight", "change"]))
 
 
+def with_secure_sums(choices: Choices, options: Options, learners: int) -> Options:
+    """Let the shards see only sums of contributions, and leave out what this rules out."""
+    threshold = choices.integer(2, learners)
+    return replace(
+        options,
+        threshold=threshold,
+        quorum=max(options.quorum, threshold),
+        late="drop",
+        norm_gate=0.0,
+        uplink_codec="bf16",
+        error_feedback=False,
+        ladder=(),
+    )
+
+
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
     """Draw when fragments are due, if they are not evenly spread: all at once, or at random."""
     if not choices.chance(0.15):

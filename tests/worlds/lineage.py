@@ -28,6 +28,7 @@ from decoupled_diloco.protocol.messages import (
     Fold,
     FoldSum,
     ForgetFolded,
+    ForgetSum,
     Install,
     Lost,
     Made,
@@ -298,6 +299,8 @@ class Lineage:
                     folded = self.folded[process, life, fragment]
                     self._is_new(fragment, sent, folded)
                     self.folded[process, life, fragment] = union(folded, sent)
+                case ForgetSum(fragment):
+                    self.folded.pop((process, life, fragment), None)
                 case Merge(fragment=fragment):
                     taken = self.folded.pop((process, life, fragment), {})
                     self.merging[process, life, fragment] = (effect, taken)

@@ -42,6 +42,7 @@ from worlds.drawn import (
     random_standbys,
     with_own_rounds,
     with_ranks,
+    with_secure_sums,
     with_slow_links,
 )
 from worlds.faults import (
@@ -168,6 +169,8 @@ def draw(
     changes = changes or Changes()
     choices = Choices(seed)
     count = choices.integer(1, 4)
+    if changes.secure:
+        count = choices.fork("members").integer(2, 6)
     options = random_options(choices.fork("options"), count)
     ends = choices.chance(1.0 - ENDLESS) and not changes.endless
     goes_on = not ends or choices.chance(GOES_ON)
@@ -176,7 +179,9 @@ def draw(
     options = replace(options, max_steps=budget if ends else ENDLESS_STEPS)
     options = replace(options, phases=random_phases(choices.fork("phases"), options))
     options = replace(options, **changes.options)
-    if not changes.options.keys() & {"participants", "grace_margin", "missed"}:
+    if changes.secure:
+        options = with_secure_sums(choices.fork("secure"), options, count)
+    elif not changes.options.keys() & {"participants", "grace_margin", "missed"}:
         options = with_own_rounds(choices.fork("own"), options, count)
     if "adapt" not in changes.options:
         options = replace(options, adapt=random_limits(choices.fork("limits"), options))
@@ -192,6 +197,8 @@ def draw(
         drawn, relays = random_relays(choices.fork("relays"), drawn)
     if data is None and not options.devices:
         drawn = with_ranks(choices.fork("ranks"), drawn)
+    if options.secure:
+        drawn = [replace(spec, sync_ranks=1) for spec in drawn]
     learners = [
         replace(spec, **changes.learners)
         for spec in drawn
@@ -292,6 +299,9 @@ def config_of(
         sync["merge"]["norm_gate"] = options.norm_gate
         if options.norm_gate:
             sync["merge"]["oversized"] = options.oversized
+    if options.secure:
+        del sync["late"], sync["codec"]["uplink"], sync["codec"]["error_feedback"]
+        sync["merge"].pop("norm_gate", None)
     if initial is not None:
         sync["initial_weights"] = initial
     syncer: dict[str, Any] = {"shards": options.shards}
@@ -318,6 +328,8 @@ def config_of(
         "data": leased,
         "workload": {},
     }
+    if options.secure:
+        tables["privacy"] = {"secure_sums": True, "threshold": options.threshold}
     return RunConfig(**tables)
 
 

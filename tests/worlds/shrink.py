@@ -65,6 +65,7 @@ class Changes:
         without_standbys: Whether each shard has only one process.
         endless: Whether the budget is never spent, so that progress is checked.
         relays: Whether learners are behind relays, at random.
+        secure: Whether the run has secure sums.
     """
 
     without_faults: tuple[int, ...] = ()
@@ -76,6 +77,7 @@ class Changes:
     without_standbys: bool = False
     endless: bool = False
     relays: bool = False
+    secure: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Changes:

@@ -61,8 +61,13 @@ class Capture:
         buffers = self.plan.buffers_of(self.fragment, self.published)
         return packed(body, buffers, self.plan.uplink_of(self.fragment, codec_name))
 
+    def change(self) -> Tensor:
+        """Return the contribution d = θ − cast(Θ̂), fp32 [N] (rule 6)."""
+        part = self.plan.fragments[self.fragment]
+        return contribution(part, self.plan.layout, self.copy.values(), self.published)
+
     def encode(self, codec_name: str) -> tuple[Tensor, str, Tensor | None]:
-        """Encode the contribution d = θ − cast(Θ̂) with the requested codec (rule 6).
+        """Encode the contribution with the requested codec.
 
         Returns:
             The payload, uint8 [B], its digest, and with error feedback its residual, fp32 [N].
@@ -70,10 +75,8 @@ class Capture:
         Raises:
             ConfigError: This process does not have the codec.
         """
-        part = self.plan.fragments[self.fragment]
-        d = contribution(part, self.plan.layout, self.copy.values(), self.published)
         uplink = self.plan.uplink_of(self.fragment, codec_name)
-        body, residual = self.plan.encode(d, self.residuals, uplink)
+        body, residual = self.plan.encode(self.change(), self.residuals, uplink)
         return body, body_digest(body, uplink), residual
 
 

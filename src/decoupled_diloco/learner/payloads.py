@@ -84,8 +84,10 @@ class BodyExchange:
         """
         if self._here.machine.options.secure:
             await self.secure.begin(effect, capture)
-            return
+        else:
+            await self._send_encoded(effect, capture)
 
+    async def _send_encoded(self, effect: messages.SendBody, capture: Capture) -> None:
         def encoded() -> tuple[Tensor, str, Tensor | None]:
             body, digest, left = capture.encode(effect.codec)
             # A relay does not know the buffers of the base.
@@ -99,6 +101,10 @@ class BodyExchange:
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
             self._here.deliver(Failed(effect, str(error)))
+
+    async def change_of(self, capture: Capture) -> tuple[Tensor, Tensor]:
+        """Return a contribution, fp32 [N], and the published copy that it was made from."""
+        return await self._here.in_worker(capture.change), capture.published
 
     @executes(messages.TakeStep)
     async def take_step(self, step: messages.TakeStep) -> None:

@@ -6,7 +6,6 @@ texts of the steps stay here: the machine and the tape do not receive them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.merge import contribution
 from decoupled_diloco.merge.fixed_point import quantize, write
 from decoupled_diloco.privacy.secure_sum import (
     Cohort,
@@ -96,13 +94,31 @@ class SecureSums:
                 shares = await self._here.in_worker(lambda: _share(found, text))
                 self._send(step, messages.SumShares, shares)
             case "mask":
-                weight, most = self._here.tensors.plan.weight, self._here.machine.options
-                steps = most.steps_counted
-                return await self._here.in_worker(lambda: _mask(found, text, weight, steps))
+                return await self._mask(found, text)
             case "open":
                 shares = await self._here.in_worker(lambda: _open(found, text))
                 self._send(step, messages.SumOpening, shares)
         return None
+
+    async def _mask(self, found: SumUnderWay, text: str) -> Tensor:
+        cohort, capture = found.cohort, found.capture
+        if cohort is None or capture is None:
+            raise ProtocolError("shares were sent before the cohort, or twice for one sum")
+        found.capture = None  # once it is masked, the tensors are not needed any more
+        d, base = await self._here.bodies.change_of(capture)
+        plan, segments = capture.plan, capture.plan.segments(capture.fragment)
+        form, steps_max = plan.secure, self._here.machine.options.steps_counted
+        assert form is not None
+        if len(cohort.bounds) != len(segments):
+            raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
+
+        def masked() -> Tensor:
+            weights = cohort.weights(plan.weight, steps_max)
+            share = weights[found.member.learner] / max(weights.values())
+            integers = quantize(form, segments, d, base, share, cohort.bounds)
+            return write(form, found.member.mask(read_shares(text), integers))
+
+        return await self._here.in_worker(masked)
 
     def path(self, step: messages.TakeStep) -> str:
         """Return the path of the payload of a step.
@@ -136,31 +152,6 @@ def _share(found: SumUnderWay, text: str) -> str:
     shares = found.member.share(cohort)
     found.cohort = cohort
     return shares_text(shares)
-
-
-def _mask(
-    found: SumUnderWay,
-    text: str,
-    weight: Callable[[float, float], float],
-    steps_max: int,
-) -> Tensor:
-    cohort, capture = found.cohort, found.capture
-    if cohort is None or capture is None:
-        raise ProtocolError("shares were sent before the cohort, or twice for one sum")
-    plan, fragment = capture.plan, capture.fragment
-    form, segments = plan.secure, plan.segments(fragment)
-    assert form is not None
-    if len(cohort.bounds) != len(segments):
-        raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
-    weights = cohort.weights(weight, steps_max)
-    share = weights[found.member.learner] / max(weights.values())
-    d = contribution(
-        plan.fragments[fragment], plan.layout, capture.copy.values(), capture.published
-    )
-    integers = quantize(form, segments, d, capture.published, share, cohort.bounds)
-    body = write(form, found.member.mask(read_shares(text), integers))
-    found.capture = None  # the tensors are not needed any more
-    return body
 
 
 def _open(found: SumUnderWay, text: str) -> str:

@@ -97,6 +97,13 @@ COPY_SECONDS = 600.0
 """In the closing sweep, a learner has this time to fetch the base of its contribution."""
 
 
+ANSWER_SECONDS = 5.0
+"""In each stage of a secure sum, a learner has at least this time to answer.
+
+Its background answers, even while its loop is stalled.
+"""
+
+
 MERGE_PAUSE_SECONDS = (1.0, 60.0)
 """First and longest pause of a fragment after failed merges; each pause doubles the last."""
 
@@ -160,7 +167,7 @@ def _open(
         delivery_over=window == 0.0,  # τ = 0, or no step time yet: the quorum alone decides
         final=final,
         leaver=participation(options).leaver_of(state, fragment),
-        secure=SecureSum() if options.secure else None,
+        secure=SecureSum(now + patience(options, state)) if options.secure else None,
     )
     why = "the closing sweep" if final else participation(options).why_open(fragment, tick)
     if round.leaver and not final:
@@ -172,6 +179,11 @@ def _open(
     for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
     return effects
+
+
+def patience(options: Options, state: SyncerState) -> float:
+    """Return how long a stage of a secure sum waits for a learner's answer: a period, or more."""
+    return max(ANSWER_SECONDS, options.period * state.step_seconds)
 
 
 def announced(state: SyncerState, now: float, learner: str, fragment: int, name: Asking) -> None:
@@ -328,6 +340,8 @@ def close_request(
     if round is not None and round.settled_at is None:
         owes_nothing(state, round, ask.learner)
         round.fallen[ask.learner] = ask
+        if round.secure is not None:
+            round.secure.answered.discard(ask.learner)  # break: answer-to-closed-request-counts
         if ask_state == "gone":
             stepping = state.is_stepping(ask.learner)
             round.turn_back(ask.learner, live=member is not None, stepping=stepping)
@@ -416,6 +430,8 @@ def pass_windows(state: SyncerState, options: Options, now: float) -> list[Synce
         if not round.delivery_over and now >= round.deliver_until:
             round.delivery_over = True
             ask_again(state, options, round)
+        if round.secure is not None and now >= round.secure.until:
+            round.secure.is_patient = False
         if round.final and round.settled_at is None:
             effects += _pass_unanswered(state, options, now, round)
     return effects + serve_idle(state, options, now)
@@ -549,7 +565,9 @@ def abandon(
         effects += _discard(state, options, now, round, reason)
     del state.rounds[round.fragment]
     entry = state.fragments[round.fragment]
-    if state.phase == "running":
+    if state.phase == "running" and round.next_tick is not None:
+        state.queue[round.fragment] = round.next_tick  # it became due while the round was open
+    elif state.phase == "running":
         state.again.add(round.fragment)
     elif round.final:
         effects += _swept(state, round, reason)

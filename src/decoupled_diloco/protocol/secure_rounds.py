@@ -33,14 +33,12 @@ from decoupled_diloco.protocol.messages import (
     SumShares,
     SyncerEffect,
 )
+from decoupled_diloco.protocol.rounds import patience
 from decoupled_diloco.protocol.syncer_state import Ask, Round, SecureSum, SyncerState
 
 COMPLETE_MAX = 32
 """In a larger cohort, a learner shares its secrets with some of the members only."""
 
-ANSWER_SECONDS = 5.0
-"""Time to answer in the stages of shares and of the opening. A learner's background answers, even
-while its training loop is stalled, and a learner whose connection breaks is removed earlier."""
 
 TOO_FEW = "too few learners remain for the sum"
 
@@ -83,7 +81,7 @@ def deadline(round: Round) -> float | None:
     secure = round.secure
     if secure is None or round.settled_at is not None:
         return None
-    return secure.until if secure.stage in ("shares", "opening") else None
+    return secure.until if secure.is_patient else None
 
 
 def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
@@ -101,6 +99,18 @@ def progress(state: SyncerState, options: Options, now: float) -> list[SyncerEff
             stage = round.secure.stage
             effects += _progress(state, options, now, round, round.secure)
     return effects
+
+
+def _waits(state: SyncerState, round: Round, secure: SecureSum) -> bool:
+    """Return whether the round waits for learners that have not claimed, or not delivered.
+
+    Beyond the delivery window, it waits for those that are not in the fragment's newest version. A
+    late contribution cannot go into the next round, so the slowest learner would never take part.
+    """
+    if round.final or not round.delivery_over or waits_for_leaver(state, round):
+        return bool(round.awaited)
+    missed = round.awaited & state.fragments[round.fragment].missed
+    return secure.is_patient and bool(missed)  # break: slowest-learner-left-out
 
 
 def _progress(
@@ -123,42 +133,48 @@ def _claims(
     """Fix the cohort when the window is over and no claim is awaited any more."""
     if round.closed_at is None or round.final:
         rounds.close_window(state, options, now, round)
-    if round.delivery_over:
-        round.holds_slot = False
-    if round.final:
-        waits = round.closed_at is None or bool(round.awaited)
-    else:
-        over = round.delivery_over and not waits_for_leaver(state, round)
-        waits = round.closed_at is None or (bool(round.awaited) and not over)
-    if waits:
-        return []
+    # It keeps its slot until then. Otherwise two rounds could each wait for the learners that have
+    # claimed in the other one.
+    if round.closed_at is None or _waits(state, round, secure):
+        return _give_up(state, options, now, round, secure)
     members = _open(state, round, secure.answered)
     least = options.threshold if round.final else options.quorum
     if len(members) < least:  # break: cohort-below-threshold
-        if round.final or rounds.is_hopeless(state, options, round):
+        if round.final:
             return rounds.abandon(state, options, now, round, TOO_FEW)
-        return []
+        return _give_up(state, options, now, round, secure)
     effects = _close_others(state, options, now, round, "the cohort of its round is fixed")
     secure.stage, secure.members, secure.answered = "shares", len(members), set()
-    secure.until = now + max(ANSWER_SECONDS, options.overlap * state.step_seconds)
+    secure.until, secure.is_patient = now + patience(options, state), True
     round.awaited = {ask.learner for ask in members}
     return [*effects, _pass_on(round, "share", members, round.close_reason)]
+
+
+def _give_up(
+    state: SyncerState, options: Options, now: float, round: Round, secure: SecureSum
+) -> list[SyncerEffect]:
+    """Abandon a round without a cohort if none can come, or none has come in time."""
+    if round.final or (secure.is_patient and not rounds.is_hopeless(state, options, round)):
+        return []
+    return rounds.abandon(state, options, now, round, TOO_FEW)
 
 
 def _shares(
     state: SyncerState, options: Options, now: float, round: Round, secure: SecureSum
 ) -> list[SyncerEffect]:
     """Let those that have shared mask their contributions."""
-    members = _open(state, round, secure.answered)
-    if len(_open(state, round, round.awaited)) > len(members) and now < secure.until:
+    least = _least(options, round, secure)
+    members, may_answer = (_open(state, round, who) for who in (secure.answered, round.awaited))
+    if least <= len(may_answer) > len(members) and secure.is_patient:
         return []
-    if len(members) < least_survivors(options.threshold, secure.members):
+    if len(members) < least:
         return rounds.abandon(state, options, now, round, TOO_FEW)
     effects = _close_others(state, options, now, round, "it has not shared its secrets in time")
     secure.stage, secure.answered = "masks", set()
     # The window of the uploads begins now.
     window = options.overlap * state.step_seconds
     round.deliver_until, round.delivery_over = now + window, window == 0.0
+    secure.until, secure.is_patient = now + patience(options, state), True
     round.awaited = {ask.learner for ask in members}
     effects += rounds.collect(state, options, now, round)
     return [*effects, _pass_on(round, "mask", members, "all members have shared, or time is over")]
@@ -173,19 +189,18 @@ def _masks(
     if round.collecting:
         awaiting = rounds.awaiting_sums(state, (*entry.asks.values(), *entry.relayed))
         ends += rounds.collected(round, awaiting)
-    least = least_survivors(options.threshold, secure.members)
-    if round.awaited:
-        over = round.delivery_over and not waits_for_leaver(state, round)
-        if round.final or not over or len(entry.delivered) < least:
-            round.holds_slot &= not round.delivery_over
-            return ends
+    least = _least(options, round, secure)
+    waits = _waits(state, round, secure) or len(entry.delivered) < least
+    if round.awaited and len(entry.present) >= least and waits:
+        round.holds_slot &= not round.delivery_over
+        return ends
     if len(entry.delivered) < least:
         return [*ends, *rounds.abandon(state, options, now, round, TOO_FEW)]
     reason = "its masked contribution has not arrived in time"
     ends += _close_others(state, options, now, round, reason)
     ends += rounds.drop_relayed(state, round, reason)
     secure.stage, secure.answered = "opening", set()
-    secure.until = now + max(ANSWER_SECONDS, options.overlap * state.step_seconds)
+    secure.until, secure.is_patient = now + patience(options, state), True
     return [*ends, _pass_on(round, "open", entry.folded, "the contributions have arrived")]
 
 
@@ -194,7 +209,7 @@ def _opening(
 ) -> list[SyncerEffect]:
     """Merge as soon as enough survivors have sent their shares."""
     folded = state.fragments[round.fragment].folded
-    least = least_survivors(options.threshold, secure.members)
+    least = _least(options, round, secure)
     may_answer = {
         ask.learner
         for ask in folded
@@ -202,11 +217,17 @@ def _opening(
     } - secure.answered
     # In a large cohort each secret has its own holders, so all answers may be needed.
     lacks = secure.members > COMPLETE_MAX or len(secure.answered) < least
-    if lacks and may_answer and now < secure.until:
+    if lacks and may_answer and secure.is_patient:
         return []
     if len(secure.answered) < least:
         return rounds.abandon(state, options, now, round, TOO_FEW)
     return rounds.settle_round(state, options, now, round)
+
+
+def _least(options: Options, round: Round, secure: SecureSum) -> int:
+    """Return how many contributions the sum needs: a quorum, and enough to open it."""
+    least = least_survivors(options.threshold, secure.members)
+    return least if round.final else max(options.quorum, least)
 
 
 def _open(state: SyncerState, round: Round, learners: set[str]) -> list[Ask]:

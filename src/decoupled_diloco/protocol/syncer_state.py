@@ -340,14 +340,15 @@ class SecureSum:
     """How far the secure sum of a round is; see `secure_rounds`.
 
     Attributes:
-        until: In the stages of shares and of the opening, the instant from which the shard does not
-            wait for further answers.
+        until: The end of the patience with learners that have not answered in this stage.
+        is_patient: Whether no tick has found that end yet.
         answered: The learners that have answered in this stage.
         members: The number of learners in the cohort.
     """
 
+    until: float
     stage: SecureStage = "claims"
-    until: float = 0.0
+    is_patient: bool = True
     answered: set[str] = field(default_factory=set)
     members: int = 0
 

@@ -578,7 +578,18 @@ class SyncRankExchange(BodyExchange):
         assert self._loop is not None, "call start() first"
         return asyncio.run_coroutine_threadsafe(self._request(None, **request), self._loop)
 
-    async def send_body(self, effect: messages.SendBody, capture: Capture) -> None:
+    async def change_of(self, capture: Capture) -> tuple[Tensor, Tensor]:
+        """See `BodyExchange.change_of`; the leader is the only sync rank."""
+        copy, published = capture.copy, capture.published
+        assert isinstance(copy, Handle), "the copy is not of a RankedStore"
+        assert len(self._given_sharding.sync_ranks) == 1, "other ranks have a part of the values"
+        theta = await asyncio.wrap_future(self._values.future(copy.number))
+        base = await asyncio.wrap_future(self._values.future(published.number))
+        part, layout = capture.plan.fragments[capture.fragment], capture.plan.layout
+        d = await self._here.in_worker(lambda: contribution(part, layout, theta, base))
+        return d, base
+
+    async def _send_encoded(self, effect: messages.SendBody, capture: Capture) -> None:
         """See `BodyExchange.send_body`."""
         fragment, job = capture.plan.fragments[effect.fragment], next(self._jobs)
         copy, published = capture.copy, capture.published

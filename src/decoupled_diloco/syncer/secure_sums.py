@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from decoupled_diloco.errors import MergeError
 from decoupled_diloco.privacy.secure_sum import (
     Claim,
     Cohort,
@@ -130,14 +129,9 @@ class SecureSums:
         )
 
     def opening(self, fragment: int) -> Opening:
-        """Return what opens a fragment's sum, and forget the sum.
-
-        Raises:
-            MergeError: This process does not know the sum.
-        """
-        found = self._sums.pop(fragment, None)
-        if found is None or found.cohort is None:
-            raise MergeError("the members of this sum are not known")
+        """Return what opens a fragment's sum, and forget the sum."""
+        found = self._sums.pop(fragment)
+        assert found.cohort is not None, "a sum is merged before its cohort is fixed"
         steps_max = self._machine.options.steps_counted
         return Opening(found.cohort, found.shared, found.survivors, found.answers, steps_max)
 

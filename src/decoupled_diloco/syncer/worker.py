@@ -121,10 +121,12 @@ class Worker:
         number, fragment = order.round, order.fragment
         tensors, disk = self.tensors, self.disk
         memory = self._memory()
+        # Before anything is awaited: the next round's claims may follow.
+        opening = None if self._secure is None else self._secure.opening(fragment)
 
         def merge() -> PublishedCopy:
-            if self._secure is not None:
-                tensors.open_sum(fragment, self._secure.opening(fragment))
+            if opening is not None:
+                tensors.open_sum(fragment, opening)
             if disk is None:
                 copy = tensors.merge(fragment)
             else:

@@ -23,6 +23,7 @@ from decoupled_diloco.protocol.messages import (
     Hello,
     Hold,
     Lost,
+    Note,
     Outcome,
     Paused,
     Pull,
@@ -30,8 +31,11 @@ from decoupled_diloco.protocol.messages import (
     RunOver,
     SendBody,
     Snapshot,
+    SumStep,
+    TakeStep,
     Upload,
     Welcome,
+    shard_peer,
 )
 from unit.protocol.conftest import send_of
 
@@ -452,3 +456,52 @@ def test_rule_4_an_outcome_of_the_shards_next_life_is_not_that_of_the_one_before
     (applied,) = bench.orders(Apply)
     assert applied.mode == "overwrite"
     assert applied.why == f"its contribution may be in this version ({FIRST})"
+
+
+SECURE = {"threshold": 2, "quorum": 2, "late": "drop"}
+
+
+def test_rule_24_each_step_of_a_sum_is_taken(learner_bench: Any) -> None:
+    bench = started(learner_bench, **SECURE)
+    bench.receive(pull())
+    assert bench.orders(SendBody)
+    for step in ("share", "mask", "open"):
+        bench.receive(SumStep(0, FIRST, step))
+        (taken,) = bench.orders(TakeStep)
+        assert (taken.fragment, taken.ask, taken.step) == (0, FIRST, step)
+    bench.receive(SumStep(0, SECOND, "share"))
+    assert not bench.orders(TakeStep), "it takes no part in that sum"
+
+
+def test_rule_24_training_that_was_masked_in_vain_is_kept(learner_bench: Any) -> None:
+    bench = started(learner_bench, **SECURE)
+    bench.receive(pull())
+    bench.receive(outcome("abandoned"))
+    assert take(bench, V1, V0).mode == "rebase"
+    assert bench.machine.state.discarded_tokens == 0
+    assert bench.machine.state.steps_of(bench.machine.state.fragments[0]) == 5
+
+
+def test_rule_24_training_that_was_not_sent_survives_a_lost_connection(learner_bench: Any) -> None:
+    """Only a claim was sent, so no version can contain it."""
+    bench = started(learner_bench, **SECURE)
+    bench.receive(pull())
+    bench.handle(Lost(shard_peer(0)))
+    bench.handle(Connected(shard_peer(0)))
+    bench.receive(Welcome(0, 1, 4, 4, 4, 0, ()))
+    assert take(bench, V1, V0).mode == "rebase"
+    assert bench.machine.state.discarded_tokens == 0
+
+
+def test_rule_24_a_step_that_fails_declines_the_request(learner_bench: Any) -> None:
+    bench = started(learner_bench, **SECURE)
+    bench.receive(pull())
+    bench.receive(SumStep(0, FIRST, "share"))
+    (taken,) = bench.orders(TakeStep)
+    bench.handle(Failed(taken, "its key was swapped"))
+    (note,) = bench.orders(Note)
+    assert (note.why, note.warns) == ("its key was swapped", True)
+    (declined,) = bench.messages(Decline)
+    assert declined.reason == "its key was swapped"
+    bench.receive(SumStep(0, FIRST, "mask"))
+    assert not bench.orders(TakeStep)
