@@ -143,6 +143,7 @@ class Cell:
         speeds: Seconds per step of each learner; `steps` then counts those of all learners.
         until: Final values of entries in `outer` that change over the run.
         sites: Sites with relays.
+        privacy: The table of this name.
     """
 
     against: str = ""
@@ -160,6 +161,7 @@ class Cell:
     outer: dict[str, Any] = field(default_factory=dict)
     until: dict[str, float] = field(default_factory=dict)
     sites: tuple[dict[str, Any], ...] = ()
+    privacy: dict[str, Any] = field(default_factory=dict)
 
     def config(self, seed: int) -> RunConfig:
         """Return the settings of the run."""
@@ -175,6 +177,7 @@ class Cell:
             sync={"fragments": 24, "sync_every": 24, "overlap_steps": 2, **self.sync},
             outer=self.outer,
             sites=self.sites,
+            privacy=self.privacy,
             data={"elastic": False},  # fixed parts, so that plain training gets the same batches
             workload={
                 "name": self.workload,
