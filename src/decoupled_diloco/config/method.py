@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout
     from decoupled_diloco.merge.outer import OuterFactory
     from decoupled_diloco.merge.plan import MergePlan
+    from decoupled_diloco.privacy.dp import Mechanism
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
@@ -137,6 +138,7 @@ def options_of(config: RunConfig) -> Options:
         cohort=devices.cohort,
         draw=devices.draw,
         visit_seconds=devices.visit_seconds,
+        merges_max=None if config.privacy.dp is None else config.privacy.dp.periods,
         seed=run.seed,
         max_steps=run.max_steps,
         max_tokens=run.max_tokens,
@@ -173,6 +175,17 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         buffers="one" if sync.merge.buffers == "one" else "mean",
         feedback=sync.codec.feedback,
     )
+
+
+def mechanism_of(plan: MergePlan, config: RunConfig) -> Mechanism | None:
+    """How contributions are clipped and merges get noise; `None` without `[privacy.dp]`."""
+    from decoupled_diloco.privacy.dp import Mechanism
+
+    dp = config.privacy.dp
+    if dp is None:
+        return None
+    numel = sum(fragment.numel for fragment in plan.fragments)
+    return Mechanism(dp.clip, dp.noise_multiplier, numel)
 
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:

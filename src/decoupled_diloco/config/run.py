@@ -21,6 +21,7 @@ from pydantic import (
 
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
+from decoupled_diloco.config.privacy import PrivacySettings, check_dp
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
@@ -541,6 +542,9 @@ class RunConfig(Settings):
     syncer: SyncerSettings = Field(default_factory=SyncerSettings)
     """The syncer's processes and addresses."""
 
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings)
+    """What the published weights may reveal about one learner."""
+
     tls: TlsSettings = Field(default_factory=TlsSettings)
     """Certificates for encrypted connections."""
 
@@ -700,6 +704,14 @@ class RunConfig(Settings):
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
+        if self.privacy.dp is not None:
+            has_sites, store = bool(self.sites), self.run.store
+            check_dp(
+                *(self.privacy.dp, self.sync, self.syncer),
+                learners=learners,
+                store=store,
+                has_sites=has_sites,
+            )
         return self
 
     def _check_addresses(self) -> None:

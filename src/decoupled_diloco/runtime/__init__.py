@@ -106,6 +106,10 @@ class Runtime:
         """Return an unpredictable secret of 32 hexadecimal digits."""
         return secrets.token_hex(16)
 
+    def random_bytes(self, count: int) -> bytes:
+        """Return unpredictable random bytes; no two calls return the same ones."""
+        return os.urandom(count)
+
     def rng(self) -> random.Random:
         """Return a new random number generator, for jitter."""
         return random.Random()

@@ -365,6 +365,10 @@ class VirtualRuntime(Runtime):
 
     secret = unique_id
 
+    def random_bytes(self, count: int) -> bytes:
+        """See `Runtime`; another incarnation gets other bytes."""
+        return self._random.randbytes(count)
+
     def rng(self) -> random.Random:
         """See `Runtime`."""
         return random.Random(self._random.getrandbits(64))
