@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config import RunConfig, method
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.privacy_accounts import most_spent, privacy_of
 from decoupled_diloco.show.status import status_of
@@ -15,6 +17,8 @@ from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.simulate.virtual_runtime import VirtualRuntime
 from replay_check import assert_replays
+from worlds import worlds
+from worlds.shrink import Changes
 
 DP = {"clip": 0.5, "noise_multiplier": 2.0, "epsilon_max": 12.0, "delta": 1e-3}
 
@@ -82,6 +86,19 @@ def test_a_killed_shard_continues_the_account_and_repeats_no_noise(
             # A merge that the crash interrupted is accounted for, too.
             assert merged[learner.name, fragment] <= count <= merged[learner.name, fragment] + 1
     assert_replays(folder)
+
+
+@pytest.mark.parametrize("seed", [3, 5, 8])
+def test_random_worlds_keep_their_promises_with_accounts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late contributions wait for their own merges, and all training still reaches a version."""
+
+    def accounted(**fields: Any) -> Options:
+        return Options(**fields | {"merges_max": 10**6 if fields["wait"] == "never" else None})
+
+    monkeypatch.setattr(method, "Options", accounted)
+    assert worlds.failure(seed, Changes()) is None
 
 
 def test_the_limit_ends_the_part_of_learners_and_not_the_run(tmp_path: Path) -> None:

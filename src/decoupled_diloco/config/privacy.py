@@ -10,7 +10,11 @@ from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.config.sync import SyncSettings
 from decoupled_diloco.config.syncer import SyncerSettings
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.privacy.accountant import noise_multiplier_for, periods_allowed
+from decoupled_diloco.privacy.accountant import (
+    MissingAccountantError,
+    noise_multiplier_for,
+    periods_allowed,
+)
 
 
 class DpSettings(Settings):
@@ -49,11 +53,23 @@ class DpSettings(Settings):
         A learner receives the number from the syncer, and needs no package for it.
         """
         try:
-            allowed = periods_allowed(self.noise_multiplier, self.epsilon_max, self.delta)
-        except ConfigError:
+            allowed = self.verify()
+        except MissingAccountantError:
             if self.periods is None:
                 raise
             return self
+        if self.periods is None:
+            object.__setattr__(self, "periods", allowed)
+        return self
+
+    def verify(self) -> int:
+        """Check the limit with dp-accounting, and return the largest one.
+
+        Raises:
+            MissingAccountantError: It is not installed.
+            ConfigError: ε is spent in the first period, or the limit is too large.
+        """
+        allowed = periods_allowed(self.noise_multiplier, self.epsilon_max, self.delta)
         if not allowed:
             least = noise_multiplier_for(1, self.epsilon_max, self.delta)
             raise ConfigError(
@@ -66,9 +82,7 @@ class DpSettings(Settings):
                 f"periods={self.periods} in [privacy.dp] costs more than epsilon_max="
                 f"{self.epsilon_max:g}: it must be at most {allowed}, or leave it out"
             )
-        if self.periods is None:
-            object.__setattr__(self, "periods", allowed)
-        return self
+        return allowed
 
 
 class PrivacySettings(Settings):

@@ -24,6 +24,11 @@ from decoupled_diloco.errors import ConfigError
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
 
+
+class MissingAccountantError(ConfigError):
+    """The package dp-accounting is not installed."""
+
+
 PERIODS_MAX = 2**40
 """The largest limit: no run has as many periods."""
 
@@ -43,7 +48,7 @@ def periods_allowed(noise_multiplier: float, epsilon: float, delta: float) -> in
         delta: δ, between 0 and 1.
 
     Raises:
-        ConfigError: The package dp-accounting is not installed.
+        MissingAccountantError: The package dp-accounting is not installed.
     """
     low, high = 0, 1
     while high < PERIODS_MAX and _delta(noise_multiplier, high, epsilon) <= delta:
@@ -67,7 +72,7 @@ def epsilon_spent(noise_multiplier: float, periods: int, delta: float) -> float:
         delta: δ, between 0 and 1.
 
     Raises:
-        ConfigError: The package dp-accounting is not installed.
+        MissingAccountantError: The package dp-accounting is not installed.
     """
     if periods == 0 or _delta(noise_multiplier, periods, 0.0) <= delta:
         return 0.0
@@ -108,7 +113,7 @@ def _gaussian(noise_multiplier: float) -> GaussianPrivacyLoss:
     try:
         from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
     except ImportError as error:
-        raise ConfigError(
+        raise MissingAccountantError(
             "[privacy.dp] needs the package dp-accounting, which is not installed: "
             "pip install -e '.[privacy]' in a clone"
         ) from error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.privacy.accountant import epsilon_spent
+from decoupled_diloco.privacy.accountant import MissingAccountantError, epsilon_spent
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.facts import LearnerLog
 from decoupled_diloco.run_model.phrases import ABSENT
@@ -50,7 +49,7 @@ def privacy_of(run: RunModel, learner: LearnerLog) -> PrivacyStatus | None:
     periods = max(learner.merges.values(), default=0)
     try:
         epsilon = epsilon_spent(dp["noise_multiplier"], periods, dp["delta"])
-    except ConfigError:
+    except MissingAccountantError:
         epsilon = None
     limits = (dp["periods"], epsilon, dp["epsilon_max"], dp["delta"])
     return PrivacyStatus(learner.name, periods, *limits)

@@ -11,6 +11,7 @@ import pytest
 from decoupled_diloco.config import RunConfig, dump_config, load_config
 from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.shard_role import run_shard
 
 DP = {"clip": 1.0, "noise_multiplier": 20.0, "epsilon_max": 4.0, "delta": 1e-3}
 MERGE = {"rule": "mean", "weighting": "uniform", "norm_gate": 0, "buffers": "local"}
@@ -138,6 +139,14 @@ def test_a_learner_needs_no_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of(read_public(text)).merges_max == 590
     with pytest.raises(ConfigError, match="needs the package dp-accounting"):
         build()
+
+
+def test_a_shard_needs_the_accountant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A limit that was set by hand may be wrong."""
+    monkeypatch.setitem(sys.modules, "dp_accounting.pld.privacy_loss_mechanism", None)
+    config = build({"periods": 10**6})
+    with pytest.raises(ConfigError, match="needs the package dp-accounting"):
+        run_shard(config, 0, port=0, addresses=(), folder=tmp_path, token=None)
 
 
 def test_the_resolved_file_can_be_read_again(tmp_path: Path) -> None:
