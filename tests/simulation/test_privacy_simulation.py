@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from decoupled_diloco.config import RunConfig, method
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.page.document import state_of_page
+from decoupled_diloco.show.page.history import PageHistory
 from decoupled_diloco.show.privacy_accounts import most_spent, privacy_of
+from decoupled_diloco.show.report import render_report
 from decoupled_diloco.show.status import status_of
+from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.simulate.virtual_runtime import VirtualRuntime
@@ -123,3 +129,11 @@ def test_the_limit_ends_the_part_of_learners_and_not_the_run(tmp_path: Path) -> 
         for learner in status.learners
     )
     assert any("spent its privacy budget" in text for _, text in status.remarks)
+    page = state_of_page(run, status, PageHistory())
+    spent = f"ε {account.epsilon:.3g} of 12"
+    detail = f"{account.learner}, after 4 of 4 periods, with δ = 0.001"
+    assert ["privacy spent, at most", spent, detail] in page["cards"]
+    assert spent in render_report(run)
+    console = Console(width=120, file=StringIO(), record=True)
+    console.print(render_status(status, width=120))
+    assert console.export_text().count(spent) == 4, "of the run, and of each learner"
