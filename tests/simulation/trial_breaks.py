@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from deliberate_breaks import Break
 from simulation.device_breaks import DEVICES
+from simulation.privacy_breaks import PRIVACY
 
 TRIAL = (
     Break(
@@ -265,4 +266,5 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         test="unit/syncer/test_late_ticks.py::test_arrived_messages_are_handled_before_the_tick",
     ),
     *DEVICES,
+    *PRIVACY,
 )

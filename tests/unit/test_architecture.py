@@ -25,6 +25,7 @@ PACKAGE = "decoupled_diloco"
 LAYERS = (
     ("_version", "errors", "units", "runtime"),
     ("protocol", "merge"),
+    ("privacy",),
     ("transport",),
     ("config", "storage", "workloads"),
     ("tape",),

@@ -32,6 +32,7 @@ from decoupled_diloco.cli.list import list_runs
 from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.mirror_command import mirror
+from decoupled_diloco.cli.privacy_command import privacy
 from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay_command import replay
 from decoupled_diloco.cli.report_command import report
@@ -60,7 +61,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
         *(track, metrics, traces),
     ),
     OPERATE: (stop, checkpoint, kill, mirror),
-    PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals),
+    PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals, privacy),
     DEBUG: (events, replay, ("simulate", "lab"), ("scenarios", "lab"), ("chaos", "lab")),
 }
 """The commands of each group; a pair names a command of another distribution, and its extra."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from decoupled_diloco.merge.fixed_point import FixedPoint
     from decoupled_diloco.merge.outer import OuterFactory
     from decoupled_diloco.merge.plan import MergePlan
+    from decoupled_diloco.privacy.dp import Mechanism
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
@@ -141,6 +142,7 @@ def options_of(config: RunConfig) -> Options:
         cohort=devices.cohort,
         draw=devices.draw,
         visit_seconds=devices.visit_seconds,
+        merges_max=None if config.privacy.dp is None else config.privacy.dp.periods,
         seed=run.seed,
         max_steps=run.max_steps,
         max_tokens=run.max_tokens,
@@ -187,6 +189,17 @@ def _fixed_point(config: RunConfig) -> FixedPoint | None:
     from decoupled_diloco.merge.fixed_point import FixedPoint
 
     return FixedPoint.of(config.privacy.bits, config.run.learners)
+
+
+def mechanism_of(plan: MergePlan, config: RunConfig) -> Mechanism | None:
+    """How contributions are clipped and merges get noise; `None` without `[privacy.dp]`."""
+    from decoupled_diloco.privacy.dp import Mechanism
+
+    dp = config.privacy.dp
+    if dp is None:
+        return None
+    numel = sum(fragment.numel for fragment in plan.fragments)
+    return Mechanism(dp.clip, dp.noise_multiplier, numel)
 
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:

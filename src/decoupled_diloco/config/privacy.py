@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from decoupled_diloco.config.settings import Settings
+from decoupled_diloco.config.sync import SyncSettings
+from decoupled_diloco.config.syncer import SyncerSettings
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.privacy.accountant import (
+    MissingAccountantError,
+    noise_multiplier_for,
+    periods_allowed,
+)
 
 if TYPE_CHECKING:
     from decoupled_diloco.config.run import RunConfig
@@ -32,6 +39,74 @@ UNUSED_BY_SUMS = {
 """Settings that have no effect in a run with secure sums, and why."""
 
 
+class DpSettings(Settings):
+    """`[privacy.dp]`: differential privacy of each learner (docs/how-to/privacy.md).
+
+    The published weights then reveal at most ε about everything that one learner contributes.
+    """
+
+    table: ClassVar[str] = "[privacy.dp]"
+
+    clip: float = Field(gt=0)
+    """C: the largest norm of what a learner contributes in one period of `sync_every` steps,
+    greater than 0. Longer contributions are scaled down. A smaller C means less noise, and more
+    training that is cut off. Start with the usual norm of a run without noise."""
+
+    noise_multiplier: float = Field(gt=0)
+    """z: standard deviation of the noise on each merged sum, in multiples of `clip`, greater than
+    0. A mean of n learners has the noise z·C/n per element. `ddiloco privacy` prints ε for it."""
+
+    epsilon_max: float = Field(gt=0)
+    """ε: the most that the run may reveal about a learner, greater than 0. When a learner has spent
+    it, its contributions are no longer merged. It may train on, and the others continue."""
+
+    delta: float = Field(gt=0, lt=1)
+    """δ: the probability with which more may be revealed, greater than 0 to less than 1 / learners.
+    With 1 / learners, publishing everything of one random learner would be allowed."""
+
+    periods: int | None = Field(default=None, ge=1)
+    """The most merges of each fragment in which a learner takes part, at least 1. Lower it to leave
+    a part of ε for a later run on the same data. Default: as many as `epsilon_max` allows."""
+
+    @model_validator(mode="after")
+    def _fill_in_periods(self) -> DpSettings:
+        """Computes the limit, or checks it where dp-accounting is installed.
+
+        A learner receives the number from the syncer, and needs no package for it.
+        """
+        try:
+            allowed = self.verify()
+        except MissingAccountantError:
+            if self.periods is None:
+                raise
+            return self
+        if self.periods is None:
+            object.__setattr__(self, "periods", allowed)
+        return self
+
+    def verify(self) -> int:
+        """Check the limit with dp-accounting, and return the largest one.
+
+        Raises:
+            MissingAccountantError: It is not installed.
+            ConfigError: ε is spent in the first period, or the limit is too large.
+        """
+        allowed = periods_allowed(self.noise_multiplier, self.epsilon_max, self.delta)
+        if not allowed:
+            least = noise_multiplier_for(1, self.epsilon_max, self.delta)
+            raise ConfigError(
+                f"epsilon_max={self.epsilon_max:g} in [privacy.dp] is spent before the first "
+                f"period ends with noise_multiplier={self.noise_multiplier:g}: raise "
+                f"noise_multiplier to at least {least:.3g}, or raise epsilon_max"
+            )
+        if self.periods is not None and self.periods > allowed:
+            raise ConfigError(
+                f"periods={self.periods} in [privacy.dp] costs more than epsilon_max="
+                f"{self.epsilon_max:g}: it must be at most {allowed}, or leave it out"
+            )
+        return allowed
+
+
 class PrivacySettings(Settings):
     """`[privacy]`: what other processes learn about one learner's training."""
 
@@ -52,6 +127,9 @@ class PrivacySettings(Settings):
     """Bits of each number of a contribution, 8 to 24. A sum needs log2(learners) more. The payload
     has 4 bytes per parameter if both exceed 24 bits, and 3 otherwise. Default: 24, or fewer if the
     sum would not fit into 32 bits."""
+
+    dp: DpSettings | None = None
+    """Differential privacy. Default: the weights may reveal anything."""
 
     def inapplicable(self) -> Mapping[str, str]:
         """The settings of secure sums without these."""
@@ -111,3 +189,70 @@ def check_secure_sums(config: RunConfig) -> None:
                 f"secure_sums=true in [privacy], because one rank of {name} masks the whole "
                 "contribution: set sync_ranks=1"
             )
+
+
+def check_dp(
+    dp: DpSettings,
+    sync: SyncSettings,
+    syncer: SyncerSettings,
+    *,
+    learners: int,
+    store: str,
+    has_sites: bool,
+    is_secure: bool,
+) -> None:
+    """Reject what would break the bound on one learner's part in a merge, or lose its account.
+
+    Args:
+        dp: The settings of differential privacy.
+        sync: `[sync]` of the run.
+        syncer: `[syncer]` of the run.
+        learners: Number of learners.
+        store: The object store of `[run]`; empty: there is none.
+        has_sites: Whether learners are behind relays.
+        is_secure: Whether the run has secure sums.
+
+    Raises:
+        ConfigError: A setting cannot be combined with `[privacy.dp]`.
+    """
+    if dp.delta * learners >= 1:
+        raise ConfigError(
+            f"delta={dp.delta:g} in [privacy.dp] is not below 1 / learners = {1 / learners:g}, so "
+            "it would allow publishing all that one random learner has: write "
+            f"{0.1 / learners:.0e} or less"
+        )
+    merge = sync.merge
+    unbounded = (
+        (
+            "wait",
+            sync.wait,
+            "never",
+            sync.table,
+            "learners would wait for one that has spent its ε",
+        ),
+        ("rule", merge.rule, "mean", merge.table, "one learner changes another rule without bound"),
+        ("weighting", merge.weighting, "uniform", merge.table, "the counted tokens are not public"),
+        ("norm_gate", merge.norm_gate, 0, merge.table, "a limit from the norms of others leaks"),
+        ("buffers", merge.buffers, "local", merge.table, "buffers are values without a bound"),
+        ("persist", syncer.persist, True, syncer.table, "a restart would forget what was spent"),
+        (
+            *("record_payloads", syncer.record_payloads, False, syncer.table),
+            "it would keep what the noise hides, and the noise itself is never stored",
+        ),
+        ("store", store, "", "[run]", "a mirror may lack what was spent last"),
+    )
+    for name, given, wanted, table, why in unbounded:
+        if is_secure and name == "norm_gate":
+            continue  # learners clip their contributions themselves
+        if given != wanted:
+            shown = str(wanted).lower() if isinstance(wanted, bool) else repr(wanted)
+            fix = f"set {name}={shown}" if wanted != "" else f"take {name} out"
+            raise ConfigError(
+                f"{name}={given!r} in {table} cannot be combined with [privacy.dp], because {why}: "
+                f"{fix}"
+            )
+    if has_sites and not is_secure:
+        raise ConfigError(
+            "[[sites]] cannot be combined with [privacy.dp], because a shard cannot clip single "
+            "contributions in a relay's sum: take [[sites]] out, or set secure_sums=true"
+        )

@@ -25,6 +25,7 @@ from decoupled_diloco.config.privacy import (
     UNUSED_BY_SUMS,
     WITH_SECURE_SUMS,
     PrivacySettings,
+    check_dp,
     check_secure_sums,
 )
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
@@ -716,6 +717,14 @@ class RunConfig(Settings):
         self._check_gpus()
         self._check_faults()
         check_secure_sums(self)
+        if self.privacy.dp is not None:
+            check_dp(
+                *(self.privacy.dp, self.sync, self.syncer),
+                learners=learners,
+                store=self.run.store,
+                has_sites=bool(self.sites),
+                is_secure=self.privacy.secure_sums,
+            )
         return self
 
     def _check_addresses(self) -> None:

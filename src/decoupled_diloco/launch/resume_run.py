@@ -228,11 +228,16 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
         A description of what was done, with the checkpoints that could not be used.
 
     Raises:
-        ConfigError: ``which`` is not valid, or the run has standbys.
+        ConfigError: ``which`` is not valid, or the run has standbys or `[privacy.dp]`.
         StorageError: The checkpoint is missing or not whole, or the folder cannot be changed.
     """
     if config.syncer.standby:
         raise ConfigError("--checkpoint cannot be combined with syncer.standby: leave it out")
+    if config.privacy.dp is not None:
+        raise ConfigError(
+            "--checkpoint cannot be combined with [privacy.dp], because the account of what was "
+            "published since would be lost: leave it out to continue from the newest state"
+        )
     manifest, problems = _chosen(folder, which)
     # Written first and removed last: a reset that is interrupted in between must be completed.
     write_text(folder / GOING_BACK, str(manifest.number))

@@ -102,9 +102,12 @@ def run_shard(
 
     Raises:
         LeaseError: The shard's other process has taken over its lease.
+        ConfigError: The limit of `[privacy.dp]` is wrong, or cannot be computed here.
         DilocoError: The port is taken, or state on disk cannot be read or written.
         KeyboardInterrupt: The process received a signal before the end of the run.
     """
+    if config.privacy.dp is not None:
+        config.privacy.dp.verify()  # the shard enforces the limit, so it must not take it on trust
     tokens = accepted_tokens(config, token)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
     for files in (own, served):

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from decoupled_diloco.config.addresses import reached_by, relays_among
 from decoupled_diloco.config.method import (
+    mechanism_of,
     options_of,
     plan_of,
     read_public,
@@ -430,7 +431,8 @@ class Background:
             layout, me = Layout.from_text(admitted.layout), self.identity
             machine = LearnerMachine(options_of(config), me.name, admitted.epoch, me.nonce, me.role)
             plan, alpha = plan_of(layout, config), config.sync.apply.blend_alpha
-            tensors = LearnerTensors(plan, self._store, alpha)
+            mechanism = mechanism_of(plan, config)
+            tensors = LearnerTensors(plan, self._store, alpha, mechanism)
             if self._make_tape and not self._stop_asked:  # after `stop`, no caller would close it
                 self._tape = self._make_tape(header_of(machine, config))
             driver = Driver[messages.LearnerEvent, messages.LearnerEffect](

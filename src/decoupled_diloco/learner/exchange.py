@@ -40,6 +40,7 @@ from decoupled_diloco.learner.parameter_store import (
 from decoupled_diloco.merge import Body, body_digest, contribution, receive, values_digest
 from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.privacy.dp import Mechanism
 from decoupled_diloco.protocol.messages import Asking, ForgetResidual, SendBody, SendCopy, Settle
 from decoupled_diloco.shell.driver import at_decision
 
@@ -55,6 +56,7 @@ class Capture:
     copy: HostCopy
     published: Values
     residuals: tuple[Values, ...] = ()
+    mechanism: Mechanism | None = None
 
     def packed(self, body: Tensor, codec_name: str) -> Tensor:
         """Return an encoded contribution without the buffers that equal the published copy's."""
@@ -64,7 +66,11 @@ class Capture:
     def change(self) -> Tensor:
         """Return the contribution d = θ − cast(Θ̂), fp32 [N] (rule 6)."""
         part = self.plan.fragments[self.fragment]
-        return contribution(part, self.plan.layout, self.copy.values(), self.published)
+        d = contribution(part, self.plan.layout, self.copy.values(), self.published)
+        if self.mechanism is not None:
+            # The learner itself limits what any process can learn from its contribution.
+            self.mechanism.clip_(d)
+        return d
 
     def encode(self, codec_name: str) -> tuple[Tensor, str, Tensor | None]:
         """Encode the contribution with the requested codec.
@@ -95,12 +101,20 @@ class LearnerTensors:
         plan: The run's layout, fragments and codecs.
         store: The learner's parameters.
         blend_alpha: α of ``alignment="blend"``: the share of the learner's own parameters.
+        mechanism: How contributions are clipped; ``None``: without differential privacy.
     """
 
-    def __init__(self, plan: MergePlan, store: ParameterStore, blend_alpha: float = 0.5) -> None:
+    def __init__(
+        self,
+        plan: MergePlan,
+        store: ParameterStore,
+        blend_alpha: float = 0.5,
+        mechanism: Mechanism | None = None,
+    ) -> None:
         self.plan = plan
         self.store = store
         self.blend_alpha = blend_alpha
+        self._mechanism = mechanism
         count = len(plan.fragments)
         self.published: list[Values | None] = [None] * count
         self.staged: list[Values | None] = [None] * count
@@ -162,7 +176,8 @@ class LearnerTensors:
         taken, self.residuals[fragment] = self.residuals[fragment], ()
         if self.plan.feedback is not None:
             self.under_way[fragment, ask] = UnderWay(taken)
-        return Capture(self.plan, fragment, copy, published, taken)  # break: residual-not-sent
+        # break: residual-not-sent
+        return Capture(self.plan, fragment, copy, published, taken, self._mechanism)
 
     def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
         """Note the residual of a captured contribution, which is now encoded."""

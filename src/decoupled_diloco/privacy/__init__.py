@@ -1,5 +1,6 @@
-"""Privacy of contributions (rules 24 and 25).
+"""Privacy of contributions (rules 24 and 25): arithmetic without a run.
 
-What lives here: the arithmetic and the keys of secure sums. All of it is pure: the callers provide
-randomness and send the messages. The decisions of a round are in `protocol/secure_rounds.py`.
+`secure_sum` and `keys` compute the masks of secure sums and open the sums. `dp` clips contributions
+and draws the noise of a merge. `accountant` computes what the merges in which a learner takes part
+reveal about it. The state machines only pass messages on and count merges.
 """

@@ -11,6 +11,7 @@ shard uses the initial weights again, and logs this.
 
 from __future__ import annotations
 
+from decoupled_diloco.protocol import privacy_account
 from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     CopyArrived,
@@ -321,6 +322,9 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
         why = "the initial weights are complete" if seeding else f"restored from {source}"
         entry = state.fragments[fragment]
         held = None if seeding else fill.asked_version[fragment]
+        if not kept:
+            known = state.durable.get(fragment)
+            privacy_account.restored(entry, None if known is None else known.version, held)
         if held is None:
             entry.version, entry.base = Version(state.term, 0), None
         else:

@@ -64,6 +64,7 @@ from decoupled_diloco.protocol.messages import (
     Paused,
     PlaceGiven,
     PlaceLost,
+    PrivacySpent,
     Published,
     Pull,
     RandomDrawn,
@@ -568,6 +569,8 @@ class LearnerMachine:
                 return []
             case CopyWanted():
                 return fragments.copy_wanted(self.state, shard, message)
+            case PrivacySpent(fragment, reason):
+                return self._privacy_spent(fragment, reason)
             case SameData():
                 return self._same_data(message)
             case Ending():
@@ -607,6 +610,14 @@ class LearnerMachine:
             return []
         self.state.twins.add(message.other)
         return [same_data(self.learner, message.other, message.why)]
+
+    def _privacy_spent(self, fragment: int, reason: str) -> list[LearnerEffect]:
+        """Log the warning once per learner, although every fragment may send it."""
+        if self.state.privacy_spent:
+            return []
+        self.state.privacy_spent = True
+        text = "its privacy budget is spent, so its training is merged no longer"
+        return [Note(text, f"{reason}: it may stop, or train on with the published copies", True)]
 
     def _observe_clock(self, now: float, link: ShardView, clock: int) -> None:
         if clock > link.clock:

@@ -331,6 +331,7 @@ class LearnerState:
     revision: Revision | None = None
     next_revisions: tuple[Revision, ...] = ()
     twins: set[str] = field(default_factory=set)
+    privacy_spent: bool = False
     refusals: dict[str, int] = field(default_factory=dict)
     place: int | None = None
     place_step: int = 0

@@ -29,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     shard_peer,
 )
 from decoupled_diloco.protocol.participation import participation
+from decoupled_diloco.protocol.privacy_account import has_spent, reason_of
 from decoupled_diloco.protocol.syncer_state import Member, Round, SyncerState
 
 DEPARTURES_MAX = 8
@@ -44,10 +45,15 @@ def leaving(
     if state.members_stepping < options.clock_quorum:
         reason = f"only {state.members_stepping} learners are live, fewer than the quorum"
         return [Send(member.learner, DrainRefused(reason), reason)]
+    fragments = frozenset(message.fragments) & frozenset(owned)
+    spent = [p for p in fragments if has_spent(options, state.fragments[p], member.learner)]
+    if spent:
+        reason = reason_of(options, spent[0])
+        return [Send(member.learner, DrainRefused(reason), reason)]
     member.departures += 1
     if member.departures > DEPARTURES_MAX:
         return []  # each announcement costs all learners a sync
-    member.leaving_with = frozenset(message.fragments) & frozenset(owned) - member.drained
+    member.leaving_with = fragments - member.drained
     participation(options).leaves(state, member)
     return []
 

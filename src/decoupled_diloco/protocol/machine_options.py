@@ -80,6 +80,8 @@ class Options:
         draw: Which waiting device gets a place: any of them (``"uniform"``), or one of those with
             the fewest places so far (``"fair"``).
         visit_seconds: Time after which a device loses its place.
+        merges_max: The most merges of each fragment in which a learner takes part, once in each
+            (rule 25); ``None``: the run has no differential privacy.
         seed: Seed of the draws among waiting devices.
         max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
         max_tokens: The run ends when this many tokens were trained; ``None``: no limit.
@@ -115,6 +117,7 @@ class Options:
     cohort: int | None = None
     draw: Draw = "fair"
     visit_seconds: float = 3600.0
+    merges_max: int | None = None
     seed: int = 0
     max_steps: int | None = None
     max_tokens: int | None = None

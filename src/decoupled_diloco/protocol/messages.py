@@ -782,6 +782,14 @@ class DrainRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacySpent:
+    """Shard → learner: its training of a fragment is merged no longer, because its ε is spent."""
+
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SameData:
     """Shard or coordinator → learner: another learner seems to train on the same data, and why."""
 
@@ -1142,6 +1150,7 @@ ToLearner = (
     | CopyWanted
     | DrainRefused
     | Receipt
+    | PrivacySpent
     | SameData
     | Ending
     | Finished
@@ -1610,6 +1619,15 @@ class RoundFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacyAccounted:
+    """The merges of a fragment that count for each learner in its next version, for observers."""
+
+    fragment: int
+    merges: tuple[tuple[str, int], ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClockAdvanced:
     """The shard's global step has advanced."""
 
@@ -1654,6 +1672,7 @@ SyncerEffect = (
     | Evict
     | RoundOpened
     | RoundFinished
+    | PrivacyAccounted
     | ClockAdvanced
     | TakeCheckpoint
     | ForgetCheckpoints
@@ -2299,6 +2318,15 @@ class KnownNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownMerges:
+    """The merges of a fragment that count for each learner, and those that count for all."""
+
+    fragment: int
+    merges: tuple[tuple[str, int], ...]
+    unknown: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ShardMemory:
     """What a shard had in memory besides its copies, at its last merge."""
 
@@ -2306,6 +2334,7 @@ class ShardMemory:
     tokens_retired: int
     learners: tuple[KnownLearner, ...] = ()
     norms: tuple[KnownNorms, ...] = ()
+    merges: tuple[KnownMerges, ...] = field(default=(), metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,10 @@ It then trains on from what it has, like a learner that loses a shard during the
 def began(state: LearnerState, options: Options, now: float, event: Began) -> list[LearnerEffect]:
     """Start the recovery after admission, from the learner's own checkpoint if it has one."""
     state.recovery = Recovery(now, event.why, bool(event.kept))
-    state.recovery.gives = event.gives
-    if event.seeks_donor and not event.kept:
+    # The state of an optimizer reveals a learner's data to the one that receives it.
+    shares = options.merges_max is None  # break: private-state-shared
+    state.recovery.gives = event.gives and shares
+    if event.seeks_donor and not event.kept and shares:
         state.recovery.search = Search()
     if event.kept:
         state.recovery.patient_until = now + SHARD_PATIENCE_SECONDS

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from decoupled_diloco.protocol import same_data, visits
+from decoupled_diloco.protocol import privacy_account, same_data, visits
 from decoupled_diloco.protocol.clock import window_decision
 from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked, was_drained
 from decoupled_diloco.protocol.link_measurements import payload_arrived
@@ -68,6 +68,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.norm_gate import age_of, gate_scale, problem_of, tokens_believed
 from decoupled_diloco.protocol.participation import participation
+from decoupled_diloco.protocol.privacy_account import has_learners_left, has_spent, is_in_next
 from decoupled_diloco.protocol.syncer_state import (
     Ask,
     AskState,
@@ -142,7 +143,11 @@ def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 
 def _openable(state: SyncerState, options: Options) -> list[int]:
     may_open = participation(options).may_open
-    queue = (p for p in state.queue if may_open(options, state.fragments[p]))
+    queue = (
+        p
+        for p in state.queue
+        if may_open(options, state.fragments[p]) and has_learners_left(state, options, p)
+    )
     closing = sorted(state.closing - state.rounds.keys())
     return [p for p in (*queue, *closing) if state.fragments[p].retry_at is None]
 
@@ -538,8 +543,9 @@ def settle_round(
     # From here on, arrivals belong to the next round.
     round.folded = state.fragments[round.fragment].take_folded()
     merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
+    spent = privacy_account.merges(state, options, round.fragment, round.folded)
     twins = same_data.noticed(state.twins, round.folded, round.tick, options.period)
-    return [merge, *collected(round), *_note_lateness(state, options, round), *twins]
+    return [*spent, merge, *collected(round), *_note_lateness(state, options, round), *twins]
 
 
 def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
@@ -734,7 +740,7 @@ def ask_if_qualified(
         return []
     fragment, entry = round.fragment, state.fragments[round.fragment]
     base = _base(state, options, now, member, fragment)
-    if base is None and not entry.has_since_version(member.learner):
+    if base is None and not _gives_nothing_more(options, entry, member):
         return []
     round.turn(member.learner, stepping=member.reported_at is not None)
     if entry.is_relayed(member.learner):
@@ -753,6 +759,11 @@ def ask_if_qualified(
     return serve(state, options, now, member)
 
 
+def _gives_nothing_more(options: Options, entry: FragmentState, member: Member) -> bool:
+    """Return whether a learner without a base has had its turn all the same."""
+    return entry.has_since_version(member.learner) or _is_barred(options, entry, member.learner)
+
+
 def _base(
     state: SyncerState, options: Options, now: float, member: Member, fragment: int
 ) -> Version | None:
@@ -764,6 +775,8 @@ def _base(
     base = _held_base(state, options, member, fragment)
     if base is not None or entry.has_since_version(member.learner):
         return base
+    if _is_barred(options, entry, member.learner):
+        return None
     since = 0.0 if entry.published_at is None else now - entry.published_at
     comes = since <= options.overlap * state.step_seconds
     return entry.version if comes or _hurried(state, member) else None
@@ -776,7 +789,7 @@ def _held_base(
     entry = state.fragments[fragment]
     newest, held = entry.version, member.held.get(fragment)
     assert newest is not None
-    if held is None:
+    if held is None or _is_barred(options, entry, member.learner):
         return None
     made = held == entry.made.get(member.learner)
     if made and not visits.may_again(options, entry, member, fragment):
@@ -784,6 +797,11 @@ def _held_base(
     age = newest.counter - held.counter
     late = held.term == newest.term and 0 < age <= options.age_max
     return held if held == newest or (late and options.late == "next") else None
+
+
+def _is_barred(options: Options, entry: FragmentState, learner: str) -> bool:
+    """Return whether differential privacy keeps a learner out of a fragment's next merge."""
+    return has_spent(options, entry, learner) or is_in_next(options, entry, learner)
 
 
 def _hurried(state: SyncerState, member: Member) -> bool:

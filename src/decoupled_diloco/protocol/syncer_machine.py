@@ -220,6 +220,9 @@ class SyncerMachine:
             hurried |= options.devices  # all that a device has trained alone is requested at once
             assert hurried or len(under_way) <= slots_most, "too many requests are in progress"
         for entry in state.fragments.values():
+            if options.merges_max is not None:
+                assert max(entry.delivered.values(), default=0) <= 1, "a learner is merged twice"
+                assert max(entry.merges.values(), default=0) <= options.merges_max
             for ask in entry.asks.values():
                 assert state.members[ask.learner].epoch == ask.epoch, "an old request is open"
 

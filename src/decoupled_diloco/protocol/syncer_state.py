@@ -25,6 +25,7 @@ from decoupled_diloco.protocol.messages import (
     DurableCopy,
     Holding,
     KnownLearner,
+    KnownMerges,
     KnownNorms,
     Participant,
     Published,
@@ -571,6 +572,8 @@ class FragmentState:
         present: Number of all three, by learner.
         made: The base of each learner's last folded contribution.
         made_times: How many contributions of each learner from that base are folded.
+        merges: With differential privacy, the merges in which each learner took part (rule 25).
+        merges_unknown: Earlier merges whose learners are not known. They count for every learner.
         chain: The newest announcements, each of a difference to the one before it; only in a run of
             devices.
         failures: Failed merges in a row.
@@ -594,6 +597,8 @@ class FragmentState:
     present: Counter[str] = field(default_factory=Counter)
     made: dict[str, Version] = field(default_factory=dict)
     made_times: dict[str, int] = field(default_factory=dict)
+    merges: dict[str, int] = field(default_factory=dict)
+    merges_unknown: int = 0
     chain: tuple[Published, ...] = ()
     failures: int = 0
     retry_at: float | None = None
@@ -668,6 +673,10 @@ class FragmentState:
     def has_since_version(self, learner: str) -> bool:
         """Return whether a contribution that a learner made from the newest version is folded."""
         return self.made.get(learner) == self.version  # break: asked-twice-after-rejoin
+
+    def merges_of(self, learner: str) -> int:
+        """Return the merges of this fragment that count for a learner."""
+        return self.merges.get(learner, 0) + self.merges_unknown
 
     def extend_chain(self, fragment: int, clock: int, length: int) -> None:
         """Add the newest version to the chain of differences, which may start again with it."""
@@ -864,6 +873,16 @@ def remembered(state: SyncerState) -> ShardMemory:
             for fragment, entry in state.fragments.items()
             if entry.norms
         ),
+        merges_remembered(state),
+    )
+
+
+def merges_remembered(state: SyncerState) -> tuple[KnownMerges, ...]:
+    """Return the account of merges; it is on the disk before a merge in it is published."""
+    return tuple(
+        KnownMerges(fragment, tuple(entry.merges.items()), entry.merges_unknown)
+        for fragment, entry in state.fragments.items()
+        if entry.merges or entry.merges_unknown
     )
 
 
@@ -880,3 +899,8 @@ def recall(state: SyncerState, memory: ShardMemory) -> None:
     for norms in memory.norms:
         if norms.fragment in state.fragments:
             state.fragments[norms.fragment].norms = list(norms.samples)
+    for known_merges in memory.merges:
+        entry = state.fragments.get(known_merges.fragment)
+        if entry is not None:
+            # break: account-forgotten
+            entry.merges, entry.merges_unknown = dict(known_merges.merges), known_merges.unknown

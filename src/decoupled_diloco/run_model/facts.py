@@ -509,6 +509,8 @@ class LearnerLog:
     accepted_step: int | None = None
     accepted: dict[str, int] = field(default_factory=dict)
     """For each shard, the number of its merged rounds when this learner was last in one."""
+    merges: dict[int, int] = field(default_factory=dict)
+    """With differential privacy, the merges of each fragment that count for this learner."""
     evictions: list[tuple[float, str, str]] = field(default_factory=list)  # instant, shard, reason
     outages: list[Outage] = field(default_factory=list)
     cuts: list[CutOff] = field(default_factory=list)

@@ -161,6 +161,9 @@ class ShardFold:
                 self._void(SumLog(relay, fragment, number, at, asks, problem=reason))
             case messages.ClockAdvanced():
                 self._ticked(value)
+            case messages.PrivacyAccounted(fragment, merges):
+                for name, count in merges:
+                    self._run.learner(name).merges[fragment] = count
             case _:
                 self._round_record(value)
 

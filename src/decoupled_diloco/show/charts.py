@@ -127,6 +127,27 @@ class Chart:
         return html
 
 
+STANDALONE = """\
+text{font:12px system-ui,sans-serif;fill:#444}.name{font-weight:600}
+.grid{stroke:#ddd}.line{fill:none;stroke-width:2}.stroke{fill:none}
+.a{stroke:#1f6fb4;fill:#1f6fb4}.b{stroke:#c2571a;fill:#c2571a}.c{stroke:#2c8a4b;fill:#2c8a4b}
+.line.a,.line.b,.line.c{fill:none}.limit{stroke:#b3261e;stroke-dasharray:5 4}
+text.a,text.b,text.c{stroke:none}
+"""
+"""The style of a chart in a file of its own: lines a, b and c, and a dashed limit."""
+
+
+def standalone(chart: Chart) -> str:
+    """Return a chart as the text of an SVG file, for a wide window."""
+    canvas = chart.drawn("wide")
+    head = Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}" viewBox="0 0 {0} {1}" '
+        'role="img" aria-label="{2}"><style>{3}</style>'
+        '<rect width="100%" height="100%" fill="#fff"/>'
+    ).format(_short(canvas.width), _short(canvas.height), chart.label, STANDALONE)
+    return str(head + Markup("").join(map(_element, canvas.marks)) + Markup("</svg>\n"))
+
+
 def _element(mark: Mark) -> Markup:
     """Return a mark as an SVG element; many rectangles become one element."""
     shown = [tuple(map(_short, place)) for place in mark.places]

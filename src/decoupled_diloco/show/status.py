@@ -26,6 +26,7 @@ from decoupled_diloco.run_model.facts import (
     Stay,
 )
 from decoupled_diloco.run_model.phrases import ABSENT, many, natural, percent
+from decoupled_diloco.show.privacy_accounts import PrivacyStatus, most_spent, privacy_of
 from decoupled_diloco.storage.mirror import StoredCopy
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -104,6 +105,7 @@ class LearnerStatus:
     loss: float | None  # its last training loss
     device: str = ""  # its device, as "cuda:0, NVIDIA H100 80GB HBM3"; empty if unknown
     via: str = ""  # the relays of its connections, or "direct"; empty if no shard is connected
+    privacy: PrivacyStatus | None = None  # its account; None without differential privacy
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ class RunStatus:
     checkpoint: CheckpointStatus | None  # the last complete one
     store: StoreStatus | None  # None: the run has no store
     sites: tuple[SiteStatus, ...]
+    privacy: PrivacyStatus | None  # the account of the learner that has spent most
     remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the start
     problems: tuple[str, ...]
 
@@ -317,6 +320,7 @@ def status_of(
         checkpoint=_checkpoint(run, as_of),
         store=_store(run, as_of) if stored is None else _stored(stored, now),
         sites=sites,
+        privacy=most_spent(run),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=tuple(
             filter(
@@ -440,6 +444,7 @@ def _learner(
         loss=learner.loss,
         device=learner.device,
         via=", ".join(dict.fromkeys(s.relay or DIRECT for _, s in members if s.connected)),
+        privacy=privacy_of(run, learner),
     )
 
 
@@ -670,6 +675,7 @@ def learner_cells(learner: LearnerStatus) -> dict[str, str]:
         "state": learner.state,
         "via": learner.via or ABSENT,
         "device": learner.device.partition(",")[0] or ABSENT,
+        "privacy": ABSENT if learner.privacy is None else learner.privacy.spent,
         "steps": str(learner.steps),
         "tok/s": ABSENT if rate is None else format_count(rate),
         "loss": ABSENT if learner.loss is None else f"{learner.loss:.3f}",

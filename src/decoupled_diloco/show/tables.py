@@ -23,6 +23,7 @@ from decoupled_diloco.run_model.accounts import (
 from decoupled_diloco.run_model.facts import CutOff, LearnerLog, Outage, RoundLog, ShardLog
 from decoupled_diloco.run_model.phrases import ABSENT, percent
 from decoupled_diloco.show.charts import stacked_bar
+from decoupled_diloco.show.privacy_accounts import most_spent, spent_cell
 from decoupled_diloco.show.status import saved_in_words
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.units import format_bytes, format_count, format_duration
@@ -255,6 +256,9 @@ def totals(run: RunModel) -> list[Total]:
         control = moved.control_sent + moved.control_received
         rows.append(_total("learners sent", moved.data_sent, format_bytes, received))
         rows.append(_total("control messages", control, format_bytes, "sent and received"))
+    privacy = most_spent(run)
+    if privacy is not None:
+        rows.append(Total("privacy spent, at most", privacy.spent, privacy.detail, None, str))
     for name, site in sorted(run.sites.items()):
         sent, saved = site.traffic, saved_in_words(site.traffic.saved_bytes)
         of = f"for {sent.contributions} contributions in {sent.sums} sums, {saved} saved"
@@ -361,6 +365,10 @@ def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
     if run.has_devices:
         header[header.index("away")] = "visits"
     rows = [header, *(_learner_row(run, learner) for learner in run.trained.values())]
+    if run.settings_of("privacy", "dp"):
+        spent = (spent_cell(run, learner) for learner in run.trained.values())
+        for row, text in zip(rows, ["privacy", *spent], strict=True):
+            row.append(text)
     texts = [learner.device for learner in run.trained.values()]
     if devices and any(texts):
         for row, text in zip(rows, ["device", *texts], strict=True):

@@ -71,8 +71,9 @@ OPEN_ROUNDS_MAX = 3
 
 _DEVICE = "device"  # shown if it is known
 _VIA = "via"  # shown in a run with sites
+_PRIVACY = "privacy"  # shown in a run with differential privacy
 _LEARNERS = (
-    *("learner", "state", _VIA, _DEVICE, "steps", "tok/s", "took\npart", "recent"),
+    *("learner", "state", _VIA, _DEVICE, _PRIVACY, "steps", "tok/s", "took\npart", "recent"),
     *("rounds\nbehind", "stale\ncopies", "discarded", "silent"),
 )
 _LEARNERS_TRAINING = ("learner", "state", _DEVICE, "steps", "tok/s", "loss", "took part")
@@ -220,6 +221,8 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         by_syncer = status.bytes_of == "syncer"
         moved = f"received {up}, sent {down}" if by_syncer else f"sent {up}, received {down}"
         parts.append(f"{status.bytes_of} {moved}")
+    if status.privacy is not None:
+        parts.append(f"privacy spent, at most: {status.privacy.spent} ({status.privacy.detail})")
     if status.evaluation_loss is not None:
         parts.append(f"evaluation loss {status.evaluation_loss:.4f}")
     if status.checkpoint is not None:
@@ -279,6 +282,8 @@ def _learner_table(
     without = {_VIA} if status.has_ended or not status.sites else set[str]()
     if not any(learner.device for learner in status.learners):
         without.add(_DEVICE)
+    if status.privacy is None:
+        without.add(_PRIVACY)
     columns = [name for name in columns if name not in without]
     table = _table(columns, map(_learner_row, shown), width, left_out)
     if len(shown) < len(learners):

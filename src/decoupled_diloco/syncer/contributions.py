@@ -30,6 +30,7 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.rules import FragmentMerge
 from decoupled_diloco.merge.sketch import are_alike, sketch
 from decoupled_diloco.merge.sum_payload import read_sum
+from decoupled_diloco.privacy.dp import Mechanism
 from decoupled_diloco.protocol.messages import Asking, Version
 
 COMPARED_MAX = 32
@@ -56,10 +57,14 @@ class Contributions:
     Args:
         plan: The run's layout, fragments, codecs and merge method.
         fragments: The fragments that occur.
+        mechanism: How contributions are clipped; ``None``: without differential privacy.
     """
 
-    def __init__(self, plan: MergePlan, fragments: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: MergePlan, fragments: tuple[int, ...], mechanism: Mechanism | None = None
+    ) -> None:
         self.plan = plan
+        self.mechanism = mechanism
         self._arrived: dict[tuple[int, Asking], Contribution] = {}
         self._sums: dict[tuple[int, SumName], Accumulator] = {}
         self._norms: OrderedDict[tuple[int, Asking], float] = OrderedDict()
@@ -160,6 +165,10 @@ class Contributions:
             self._add_masked(fragment, self._masked.pop((fragment, ask)))
             return
         contribution = self._arrived.pop((fragment, ask))
+        if self.mechanism is not None:
+            # Its learner has clipped it. A codec or a dishonest learner may have enlarged it.
+            norm = scale * contribution.norm
+            scale *= self.mechanism.scale_of(norm, contribution.numel)
         if scale != 1.0:
             contribution.scale(scale)
         weight = discount * self.plan.weight(tokens, steps)

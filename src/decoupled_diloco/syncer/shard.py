@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from decoupled_diloco.config.method import options_of, plan_of, public_text
+from decoupled_diloco.config.method import mechanism_of, options_of, plan_of, public_text
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
     DilocoError,
@@ -440,8 +440,10 @@ class Shard:
     def _finished(self, order: messages.RoundFinished) -> None:
         self._tally.finished(order)
 
-    @executes(messages.ClockAdvanced, messages.RoundOpened)
-    def _tape_only(self, order: messages.ClockAdvanced | messages.RoundOpened) -> None:
+    @executes(messages.ClockAdvanced, messages.RoundOpened, messages.PrivacyAccounted)
+    def _tape_only(
+        self, order: messages.ClockAdvanced | messages.RoundOpened | messages.PrivacyAccounted
+    ) -> None:
         pass
 
     @executes(messages.Note)
@@ -517,10 +519,12 @@ class Shard:
         if self.parts.done():
             return
         layout = Layout.from_text(text)
+        plan = plan_of(layout, self.config)
         tensors = ShardTensors(
-            plan_of(layout, self.config),
+            plan,
             self.machine.owned,
             self.machine.options.mergeable_versions,
+            mechanism_of(plan, self.config),
         )
         payloads = self._recorded(tensors)
         secure = SecureSums(self.machine, tensors, self._run, self._send_now)

@@ -35,12 +35,15 @@ from decoupled_diloco.merge import (
     publish,
     values_digest,
 )
+from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.fixed_point import first_bounds, next_bounds, opened
 from decoupled_diloco.merge.fragments import buffer_sizes
 from decoupled_diloco.merge.packing import BufferHistory, packed
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.privacy.dp import Mechanism
 from decoupled_diloco.privacy.secure_sum import Opening
 from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.syncer.contributions import Contributions
 
 
@@ -92,10 +95,18 @@ class ShardTensors(Contributions):
         plan: The run's layout, fragments, codecs and merge method.
         owned: The fragments of this shard.
         earlier_versions: How many versions the base of a contribution may be behind the newest one.
+        mechanism: How contributions are clipped and merges get noise; ``None``: without
+            differential privacy.
     """
 
-    def __init__(self, plan: MergePlan, owned: tuple[int, ...], earlier_versions: int = 1) -> None:
-        super().__init__(plan, owned)
+    def __init__(
+        self,
+        plan: MergePlan,
+        owned: tuple[int, ...],
+        earlier_versions: int = 1,
+        mechanism: Mechanism | None = None,
+    ) -> None:
+        super().__init__(plan, owned, mechanism)
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
         self._earlier_versions = earlier_versions
@@ -187,9 +198,19 @@ class ShardTensors(Contributions):
                 unchanged.
         """
         try:
-            return self.step(fragment, self._accumulators[fragment].result().neg_())
+            return self.step(fragment, self._merged(fragment).neg_())
         finally:
             self.forget_folded(fragment)
+
+    def _merged(self, fragment: int) -> Tensor:
+        """Return what was folded, merged, fp32 [N]; with differential privacy, with fresh noise."""
+        accumulator = self._accumulators[fragment]
+        merged = accumulator.result()
+        if self.mechanism is not None:
+            assert isinstance(accumulator, Accumulator), "a custom merge rule has no bound"
+            # break: merge-without-noise
+            self.mechanism.add_noise_(merged, accumulator.weight, runtime().random_bytes)
+        return merged
 
     def step(self, fragment: int, gradient: Tensor) -> OuterStep:
         """Return the outer step for a merged outer gradient (fp32 [N], kept without a copy).

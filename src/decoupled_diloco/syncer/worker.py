@@ -17,7 +17,7 @@ from decoupled_diloco.errors import MergeError, StorageError
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
-from decoupled_diloco.protocol.syncer_state import remembered
+from decoupled_diloco.protocol.syncer_state import merges_remembered, remembered
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import Driver, at_decision, executes
@@ -155,7 +155,10 @@ class Worker:
         at = now()
         if at >= self._remembered_at + MEMORY_SECONDS:
             self._remembered_at, self._remembered = at, encode(remembered(self._machine.state))
-        return self._remembered | {"clock": self._machine.state.clock}
+        state = self._machine.state
+        # The account of merges is never cached: it must contain the merge that is recorded.
+        fresh = encode(messages.ShardMemory(state.clock, 0, merges=merges_remembered(state)))
+        return self._remembered | {name: fresh[name] for name in {"clock", "merges"} & fresh.keys()}
 
     @at_decision(messages.Install)
     def _install(self, order: messages.Install) -> None:

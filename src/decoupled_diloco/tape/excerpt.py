@@ -52,6 +52,7 @@ _DECIDED = (
     KeepCheckpoint,
     messages.Merge,
     messages.Note,
+    messages.PrivacyAccounted,
     messages.Ready,
     messages.Recovered,
     messages.Relabel,

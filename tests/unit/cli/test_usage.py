@@ -38,6 +38,7 @@ USAGES = [
     "plan [OPTIONS] [CONFIG]",
     "goodput [OPTIONS]",
     "intervals [OPTIONS] [CONFIG|RUN]",
+    "privacy [OPTIONS] CONFIG",
     "events [OPTIONS] [RUN]",
     "replay [OPTIONS] [RUN]",
     "simulate [OPTIONS] SCENARIO",

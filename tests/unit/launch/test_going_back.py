@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.resume_run import LEARNERS, go_back, half_way
 from decoupled_diloco.learner.learner_checkpoint import run_checkpoint_of
 from decoupled_diloco.runtime import Runtime, within
@@ -69,6 +70,14 @@ def assert_is_back(folder: Path) -> None:
     for file in (folder / LEARNERS).rglob("*.safetensors"):
         assert run_checkpoint_of(file) == manifest.number
     assert CoordinatorStates(folder).read() is not None
+
+
+def test_a_private_run_does_not_go_back(tmp_path: Path) -> None:
+    merge = {"rule": "mean", "weighting": "uniform", "norm_gate": 0, "buffers": "local"}
+    dp = {"clip": 1.0, "noise_multiplier": 20.0, "epsilon_max": 4.0, "delta": 1e-3}
+    private = RunConfig(run={"max_steps": 9}, sync={"merge": merge}, privacy={"dp": dp})
+    with pytest.raises(ConfigError, match="the account of what was published since would be lost"):
+        go_back(tmp_path, private, "last")
 
 
 def test_a_completed_reset_survives_a_power_loss(run: Path, tmp_path: Path) -> None:

@@ -149,6 +149,8 @@ def _cards(status: RunStatus, history: PageHistory) -> list[list[str]]:
     if status.bytes_up is not None and status.bytes_down is not None:
         up, down = format_bytes(status.bytes_up), format_bytes(status.bytes_down)
         cards.append(["learners sent", up, f"and received {down}"])
+    if status.privacy is not None:
+        cards.append(["privacy spent, at most", status.privacy.spent, status.privacy.detail])
     if status.checkpoint is not None:
         ago, size = (
             format_duration(round(status.checkpoint.seconds_ago)),

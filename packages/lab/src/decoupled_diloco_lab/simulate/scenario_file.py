@@ -439,6 +439,9 @@ class ScenarioFile(Settings):
     syncer: dict[str, Any] | None = None
     """See `sync`."""
 
+    privacy: dict[str, Any] | None = None
+    """See `sync`."""
+
     tls: dict[str, Any] | None = None
     """As in a RUN.toml. It has no effect in virtual time."""
 
@@ -494,6 +497,7 @@ RUN_TABLES = (
     "sync",
     "outer",
     "syncer",
+    "privacy",
     "tls",
     "learner",
     "data",

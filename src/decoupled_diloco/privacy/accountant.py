@@ -1,0 +1,120 @@
+"""What a learner's contributions reveal: ε for a δ, by the package dp-accounting.
+
+*The mechanism.* A contribution to a fragment with N_p of the N elements is clipped to C·√(N_p/N),
+and each merge gets Gaussian noise of standard deviation z·C per element (see `dp`). So one merge is
+a Gaussian mechanism with multiplier z/√(N_p/N). The squared inverses of multipliers add up under
+composition, also if each mechanism is chosen after the results of the earlier ones. One merge of
+every fragment, a *period*, is therefore one Gaussian mechanism with multiplier z, and T periods are
+one with z/√T. That is exact, and so is the δ of one Gaussian mechanism. No amplification by
+sampling is claimed.
+
+*The limit.* A shard counts, for each learner and fragment, the merges in which the learner took
+part. At most `periods_allowed` of each fragment keep the learner below its ε, however the merges of
+different fragments are ordered. So each shard can enforce its share of the limit alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from decoupled_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+
+
+class MissingAccountantError(ConfigError):
+    """The package dp-accounting is not installed."""
+
+
+PERIODS_MAX = 2**40
+"""The largest limit: no run has as many periods."""
+
+EPSILON_MAX = 1e4
+"""A larger ε is reported as infinite: it has no meaning."""
+
+PRECISION = 1e-6
+"""Relative error of a computed ε, upward."""
+
+
+def periods_allowed(noise_multiplier: float, epsilon: float, delta: float) -> int:
+    """Return the number of periods that cost at most ε; 0 if one costs more.
+
+    Args:
+        noise_multiplier: z > 0.
+        epsilon: ε > 0.
+        delta: δ, between 0 and 1.
+
+    Raises:
+        MissingAccountantError: The package dp-accounting is not installed.
+    """
+    low, high = 0, 1
+    while high < PERIODS_MAX and _delta(noise_multiplier, high, epsilon) <= delta:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _delta(noise_multiplier, middle, epsilon) <= delta:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cache
+def epsilon_spent(noise_multiplier: float, periods: int, delta: float) -> float:
+    """Return ε after a number of periods, rounded up by at most `PRECISION`.
+
+    Args:
+        noise_multiplier: z > 0.
+        periods: The number of periods, at least 0.
+        delta: δ, between 0 and 1.
+
+    Raises:
+        MissingAccountantError: The package dp-accounting is not installed.
+    """
+    if periods == 0 or _delta(noise_multiplier, periods, 0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while _delta(noise_multiplier, periods, high) > delta:
+        low, high = high, 2 * high
+        if high > EPSILON_MAX:
+            return float("inf")
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        if _delta(noise_multiplier, periods, middle) > delta:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def noise_multiplier_for(periods: int, epsilon: float, delta: float) -> float:
+    """Return the smallest z with which a number of periods cost at most ε, to three digits."""
+    low, high = 0.0, 1.0
+    while _delta(high, periods, epsilon) > delta:
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        if _delta(middle, periods, epsilon) > delta:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _delta(noise_multiplier: float, periods: int, epsilon: float) -> float:
+    """Return δ of T Gaussian mechanisms with multiplier z for an ε."""
+    return float(_gaussian(noise_multiplier / sqrt(periods)).get_delta_for_epsilon(epsilon))
+
+
+def _gaussian(noise_multiplier: float) -> GaussianPrivacyLoss:
+    try:
+        from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+    except ImportError as error:
+        raise MissingAccountantError(
+            "[privacy.dp] needs the package dp-accounting, which is not installed: "
+            "pip install -e '.[privacy]' in a clone"
+        ) from error
+    return GaussianPrivacyLoss(noise_multiplier)
