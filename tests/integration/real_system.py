@@ -75,6 +75,7 @@ class System:
             outer={"lr": 0.7, "momentum": 0.5, **tables.get("outer", {})},
             syncer={"shards": 1, **tables.get("syncer", {})},
             tls=tables.get("tls", {}),
+            privacy=tables.get("privacy", {}),
             workload=tables.get("workload", {}),
             data=tables.get("data", {}),
         )

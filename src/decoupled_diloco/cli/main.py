@@ -32,6 +32,7 @@ from decoupled_diloco.cli.list import list_runs
 from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.mirror_command import mirror
+from decoupled_diloco.cli.parties_command import parties
 from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay_command import replay
 from decoupled_diloco.cli.report_command import report
@@ -83,6 +84,7 @@ for panel, commands in GROUPS.items():
             name = "list" if each is list_runs else None
             app.command(name, rich_help_panel=panel)(each)
 app.add_typer(certs, rich_help_panel=OPERATE)
+app.add_typer(parties, rich_help_panel=OPERATE)
 
 
 @app.command(hidden=True)

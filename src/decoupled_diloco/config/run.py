@@ -21,6 +21,7 @@ from pydantic import (
 
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
+from decoupled_diloco.config.privacy import PrivacySettings
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
@@ -41,6 +42,7 @@ _PRIVATE: dict[str, Any] = {
         *("fork_server", "trackers", "imports", "imports_from", "store", "store_interval_seconds"),
     },
     "sync": {"initial_weights"},
+    "privacy": {"parties"},
     "syncer": True,
     "tls": True,
     "learner": True,
@@ -326,6 +328,12 @@ class LearnerSettings(Settings):
     """Arithmetic of the forward pass and the loss. "bf16" runs them in PyTorch's autocast, and the
     weights keep the type that the workload creates. "fp32" changes nothing."""
 
+    party_key: Path | None = Field(default=None, strict=False)
+    """File with the private key of the learners' party, or a folder with the keys of several
+    parties, such as hospital-a.key, for a run on one machine. The path is relative to the folder
+    where the command starts. It is never sent anywhere. It needs parties in [privacy]. Default: the
+    learners do not sign."""
+
     ranks: int | Annotated[tuple[int, ...], Field(strict=False)] = 1
     """Number of processes (ranks) of one learner, at least 1: one number for all learners, or a
     list with one for each. All ranks together are one learner of the run. More than one needs
@@ -538,6 +546,9 @@ class RunConfig(Settings):
     outer: OuterSettings = Field(default_factory=OuterSettings)
     """The outer optimizer."""
 
+    privacy: PrivacySettings = Field(default_factory=PrivacySettings)
+    """The parties of a run that several organizations train."""
+
     syncer: SyncerSettings = Field(default_factory=SyncerSettings)
     """The syncer's processes and addresses."""
 
@@ -694,6 +705,11 @@ class RunConfig(Settings):
                 f"metrics_address={self.learner.metrics_address!r} in [learner] with "
                 f"learners={learners} needs ports up to {last.rpartition(':')[2]}, but {PORT_MAX} "
                 "is the last: lower the port"
+            )
+        if self.learner.party_key is not None and not self.privacy.members:
+            raise ConfigError(
+                f"party_key={str(self.learner.party_key)!r} in [learner] would be ignored without "
+                "parties in [privacy]: set parties, or take party_key out"
             )
         self._check_addresses()
         self._check_sites()

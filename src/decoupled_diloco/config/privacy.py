@@ -1,0 +1,43 @@
+"""`[privacy]`: what the parties of a run agree on, and what they may learn about each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from decoupled_diloco.config.parties import Parties, PartySettings
+from decoupled_diloco.config.settings import Settings
+from decoupled_diloco.errors import ConfigError
+
+
+class PrivacySettings(Settings):
+    """`[privacy]`: collaboration between parties that do not trust each other fully."""
+
+    table: ClassVar[str] = "[privacy]"
+
+    parties: Path | None = Field(default=None, strict=False)
+    """File with the parties of the run: their learners, public keys, and limits. All parties hold
+    the same file, and `ddiloco parties check` prints its digest. The path is relative to the folder
+    where the command starts. It needs the extra `tls`. Default: the run has no parties."""
+
+    members: tuple[PartySettings, ...] = Field(default=(), strict=False)
+    """The parties, as the file `parties` lists them. `run.toml` in the run's folder has them here,
+    so a run resumes with the parties of its start."""
+
+    @property
+    def agreed(self) -> Parties | None:
+        """The parties of the run; `None`: it has none."""
+        return Parties(parties=self.members) if self.members else None
+
+    @model_validator(mode="after")
+    def _check_members(self) -> PrivacySettings:
+        if self.parties is not None:
+            raise ConfigError(
+                f"parties={str(self.parties)!r} in [privacy] names a file, which only load_config "
+                "reads: use it, or list the parties as members"
+            )
+        if self.members:
+            Parties(parties=self.members)
+        return self
