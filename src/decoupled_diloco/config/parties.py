@@ -20,6 +20,7 @@ from decoupled_diloco.config.settings import NAME, Settings
 from decoupled_diloco.config.signing_keys import PublicKey, SigningKey, load_signing_key
 from decoupled_diloco.config.toml_tables import read_tables
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.protocol.quotas import matches
 
 _PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\*?")
 
@@ -69,7 +70,7 @@ class PartySettings(Settings):
 
     def has(self, learner: str) -> bool:
         """Whether a learner is of this party."""
-        return any(_matches(pattern, learner) for pattern in self.learners)
+        return any(matches(pattern, learner) for pattern in self.learners)
 
     @model_validator(mode="after")
     def _check(self) -> PartySettings:
@@ -166,7 +167,7 @@ class Parties(Settings):
         for first in one.learners:
             for second in two.learners:
                 # A pattern is a prefix, so two patterns overlap if one begins with the other.
-                if _matches(first, second.rstrip("*")) or _matches(second, first.rstrip("*")):
+                if matches(first, second.rstrip("*")) or matches(second, first.rstrip("*")):
                     raise ConfigError(
                         f"learners {first!r} of party {one.name!r} and {second!r} of party "
                         f"{two.name!r} in [[parties]] overlap, so a learner could have two "
@@ -259,9 +260,3 @@ def read_members(tables: dict[str, Any]) -> None:
         found = load_parties(privacy["parties"])
         del privacy["parties"]
         privacy["members"] = found.parties
-
-
-def _matches(pattern: str, learner: str) -> bool:
-    if pattern.endswith("*"):
-        return learner.startswith(pattern[:-1])
-    return learner == pattern

@@ -713,6 +713,7 @@ class RunConfig(Settings):
             )
         self._check_addresses()
         self._check_sites()
+        self._check_quotas()
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
@@ -758,6 +759,35 @@ class RunConfig(Settings):
                 f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
                 "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"
             )
+
+    def _check_quotas(self) -> None:
+        parties = self.privacy.agreed
+        if parties is None or not parties.has_quotas:
+            return
+        if ":" in self.sync.merge.rule:
+            raise ConfigError(
+                f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with share_min "
+                "and share_max in parties.toml, because a shard adds the sums of the parties: "
+                "choose 'rda' or 'mean', or leave the shares out"
+            )
+        for site in self.sites:
+            names = [name for name in self.represented()[site.name] if name in self.learner_ids]
+            found = sorted({parties.of_learner(name).name for name in names})
+            if len(found) > 1:
+                raise ConfigError(
+                    f"site {site.name!r} in [[sites]] has learners of {' and '.join(found)}, so "
+                    "its relay would mix the parties whose shares parties.toml limits: write one "
+                    "site for each party, or leave share_min and share_max out"
+                )
+
+    def represented(self) -> dict[str, list[str]]:
+        """The processes that each relay represents, by its name."""
+        relays = {site.name: list(site.learner_ids) for site in self.sites}
+        # A relay before another one also represents the learners behind that one.
+        for site in reversed(self.sites):
+            if site.upstream:
+                relays[site.upstream] += [*relays[site.name], site.name]
+        return relays
 
     def _check_place(self, site: SiteSettings) -> None:
         """Reject a choice of nodes that the backend would ignore."""

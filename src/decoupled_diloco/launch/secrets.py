@@ -20,18 +20,8 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
     path, certificates = config.syncer.principals_file, config.tls.client_ca_cert is not None
     if path is None:
         return Tokens(token, certificates=certificates)
-    relays = represented(config)
+    relays = config.represented()
     return Tokens(principals=read_principals(path), certificates=certificates, relays=relays)
-
-
-def represented(config: RunConfig) -> dict[str, list[str]]:
-    """Return the processes that each relay represents, by its name."""
-    relays = {site.name: list(site.learner_ids) for site in config.sites}
-    # A relay before another one also represents the learners behind that one.
-    for site in reversed(config.sites):
-        if site.upstream:
-            relays[site.upstream] += [*relays[site.name], site.name]
-    return relays
 
 
 def require_relay_certificates(config: RunConfig) -> None:
@@ -45,7 +35,7 @@ def require_relay_certificates(config: RunConfig) -> None:
         return
     from decoupled_diloco.launch.certificates import hosts_of  # needs the extra `tls`
 
-    for relay, names in represented(config).items():
+    for relay, names in config.represented().items():
         own_tls(config, relay)  # raises if the relay has no certificate
         certificate = folder / f"{relay}.pem"
         missing = ",".join(sorted(set(names) - set(hosts_of(certificate))))

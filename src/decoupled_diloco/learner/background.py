@@ -424,6 +424,7 @@ class Background:
         """See `Context`."""
         config = read_public(admitted.settings)
         if self.identity.party is not None:
+            # break: other-parties-accepted
             self.identity.party.require_same(config.privacy.agreed)
         with self.changed:
             if self.shared is not None:

@@ -118,7 +118,7 @@ class RelayTensors(Contributions):
             MergeError: The sums are not finite.
         """
         taken = self.residuals.take(fragment, self.plan.fragments[fragment].numel)
-        accumulator = self._accumulators[fragment]
+        accumulator = self._folded(fragment)
         assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"
         self._under_way[fragment, number] = entry = SumUnderWay(taken, None)
         try:

@@ -44,7 +44,12 @@ from decoupled_diloco.storage.files import NOT_JSON, exists, names_in, size_of
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord, fields_in
 from decoupled_diloco.storage.weight_files import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.result import RESULT, values_in
-from decoupled_diloco.syncer.shard_tensors import FragmentTensors, PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.shard_tensors import (
+    Factors,
+    FragmentTensors,
+    PublishedCopy,
+    ShardTensors,
+)
 
 Json = dict[str, Any]
 
@@ -244,7 +249,9 @@ class ShardDisk:
         with contextlib.suppress(FileNotFoundError):
             runtime().disk.remove(self.folder / EXACT)
 
-    def merge(self, fragment: int, version: Version, memory: Json | None = None) -> PublishedCopy:
+    def merge(
+        self, fragment: int, version: Version, memory: Json | None = None, factors: Factors = ()
+    ) -> PublishedCopy:
         """Merge what was folded; merge and memory are on disk before the tensors change.
 
         Raises:
@@ -252,7 +259,7 @@ class ShardDisk:
             StorageError: The merge cannot be written. The fragment is unchanged, and no process may
                 be notified of the version.
         """
-        step = self.tensors.prepare(fragment)
+        step = self.tensors.prepare(fragment, factors)
         journal = self._journal_with_room()
         fields = {
             "fragment": fragment,

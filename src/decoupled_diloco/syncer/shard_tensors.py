@@ -41,6 +41,9 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.syncer.contributions import Contributions
 
+Factors = tuple[tuple[str, float], ...]
+"""Parties, each with the factor of its weight in a merge."""
+
 
 @dataclass
 class FragmentTensors:
@@ -145,23 +148,27 @@ class ShardTensors(Contributions):
         if values is not None and actual == wanted:
             self.install(fragment, values)
 
-    def merge(self, fragment: int) -> PublishedCopy:
+    def merge(self, fragment: int, factors: Factors = ()) -> PublishedCopy:
         """Merge what was folded, and commit the result; see `prepare` and `commit`."""
-        step = self.prepare(fragment)
+        step = self.prepare(fragment, factors)
         self.commit(fragment, step)
         return step.copy
 
-    def prepare(self, fragment: int) -> OuterStep:
+    def prepare(self, fragment: int, factors: Factors = ()) -> OuterStep:
         """Compute the outer step from what was folded; the fragment does not change yet.
 
         The outer gradient is the negated merged contribution (Algorithm 2, and rule 6).
+
+        Args:
+            fragment: The fragment.
+            factors: Factors of the weights of parties.
 
         Raises:
             MergeError: The total weight is zero, or the result is not finite. The fragment is
                 unchanged.
         """
         try:
-            return self.step(fragment, self._accumulators[fragment].result().neg_())
+            return self.step(fragment, self._folded(fragment, factors).result().neg_())
         finally:
             self.forget_folded(fragment)
 

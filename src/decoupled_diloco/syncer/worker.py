@@ -94,8 +94,10 @@ class Worker:
     def _fold(self, order: messages.Fold) -> Coroutine[Any, Any, None]:
         counts = (order.steps, order.tokens, order.scale, order.discount)
         if not order.relay:
-            return self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
-        self._relays(order.relay, replace(order, relay=""))  # now: no later message overtakes it
+            fold = partial(self.tensors.fold, order.fragment, order.ask, *counts)
+            return self.run(partial(fold, party=order.party))
+        # Now, so that no later message overtakes it.
+        self._relays(order.relay, replace(order, relay="", party=""))
         note = self.tensors.folded_at_relay
         return self.run(partial(note, order.fragment, order.ask, *counts))
 
@@ -114,9 +116,10 @@ class Worker:
 
         def merge() -> PublishedCopy:
             if disk is None:
-                copy = tensors.merge(fragment)
+                copy = tensors.merge(fragment, order.factors)
             else:
-                copy = disk.merge(fragment, order.version, memory)  # break: published-before-disk
+                # break: published-before-disk
+                copy = disk.merge(fragment, order.version, memory, order.factors)
             return tensors.published(fragment, order.version, copy)
 
         fenced = self._shard_lease.fenced(merge)

@@ -11,14 +11,16 @@ from typer.testing import CliRunner
 from decoupled_diloco import PartyFiles
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.config import RunConfig, dump_config, load_config
-from decoupled_diloco.config.method import public_text, read_public
+from decoupled_diloco.config.method import options_of, public_text, read_public
 from decoupled_diloco.config.parties import OwnParty, Parties, load_parties
 from decoupled_diloco.config.signing_keys import (
     PublicKey,
     create_signing_key,
     load_signing_key,
 )
+from decoupled_diloco.config.sync import methods_unchecked
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.protocol.quotas import Quota
 
 KEYS = [str(PublicKey(bytes([number]) * 32)) for number in range(4)]
 
@@ -166,3 +168,31 @@ def test_a_learner_accepts_only_its_own_parties() -> None:
         own.require_same(None)
     with pytest.raises(ConfigError, match="compare both files with ddiloco parties check"):
         own.require_same(parties(party(0, share_max=1.0, may_stop=True)))
+
+
+def limited(**tables: object) -> RunConfig:
+    members = [
+        party(0, learners=["learner-0"], share_max=0.5),
+        party(1, learners=["learner-1", "learner-2"]),
+    ]
+    run = {"max_steps": 1, "learners": 3}
+    return RunConfig(run=run, privacy={"members": members}, data={"elastic": False}, **tables)
+
+
+def test_quotas_become_options_of_the_machines() -> None:
+    assert options_of(limited()).quotas[0] == Quota("hospital-0", ("learner-0",), 0.0, 0.5)
+    members = [party(0), party(1)]
+    assert options_of(RunConfig(run={"max_steps": 1}, privacy={"members": members})).quotas == ()
+
+
+def test_quotas_need_sums_of_one_party_each() -> None:
+    sites = [{"name": "a", "learners": [0]}, {"name": "b", "learners": [1, 2]}]
+    assert len(limited(sites=sites).sites) == 2
+    with pytest.raises(ConfigError, match=r"'a' in .* has learners of hospital-0 and hospital-1"):
+        limited(sites=[{"name": "a", "learners": [0, 1]}])
+    sites[1] = {**sites[1], "upstream": "a"}
+    with pytest.raises(ConfigError, match="write one site for each party"):
+        limited(sites=sites)
+    refused = pytest.raises(ConfigError, match=r"rule='my:own' .* cannot be combined with share_")
+    with refused, methods_unchecked():
+        limited(sync={"merge": {"rule": "my:own"}})
