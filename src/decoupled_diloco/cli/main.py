@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from decoupled_diloco._version import __version__
+from decoupled_diloco.cli.audit_command import audit
 from decoupled_diloco.cli.certs import certs
 from decoupled_diloco.cli.checkpoint_command import checkpoint
 from decoupled_diloco.cli.command_groups import DEBUG, INSPECT, OPERATE, PLAN, RUN, Commands
@@ -58,7 +59,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
     RUN: (train, launch, syncer, relay, learner, evaluator, recipes, export),
     INSPECT: (
         *(list_runs, status, watch, logs, report, explain, data),
-        *(track, metrics, traces),
+        *(audit, track, metrics, traces),
     ),
     OPERATE: (stop, checkpoint, kill, mirror),
     PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals),

@@ -38,6 +38,10 @@ def _key_of(value: object) -> object:
     return PublicKey.parse(value) if isinstance(value, str) else value
 
 
+KeyText = Annotated[PublicKey, BeforeValidator(_key_of), PlainSerializer(str)]
+"""A public key as it is written in a file."""
+
+
 class PartySettings(Settings):
     """Table `[[parties]]`: one organization."""
 
@@ -52,7 +56,7 @@ class PartySettings(Settings):
     """Names of the party's learners. A name may end with "*", which stands for any further
     characters: "hospital-a-*"."""
 
-    key: Annotated[PublicKey, BeforeValidator(_key_of), PlainSerializer(str)]
+    key: KeyText
     """The party's public signing key, "ed25519:BASE64", as `ddiloco parties create-key` prints
     it."""
 
@@ -96,8 +100,15 @@ class PartySettings(Settings):
 class Parties(Settings):
     """All parties of a run, as `load_parties` reads them."""
 
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
     parties: tuple[PartySettings, ...] = Field(strict=False, min_length=1)
     """The parties, in the order of the file."""
+
+    syncer_key: KeyText | None = None
+    """The public key that signs the records of merges, "ed25519:BASE64", if the parties have agreed
+    on one. The shards then start only with this key (`signing_key` in `[syncer]`), and `ddiloco
+    audit` accepts no other."""
 
     def of_learner(self, learner: str) -> PartySettings:
         """Return the party of a learner.
@@ -130,7 +141,8 @@ class Parties(Settings):
         for entry in entries:
             entry["learners"] = sorted(entry["learners"])
         entries.sort(key=lambda entry: str(entry["name"]))
-        text = json.dumps(entries, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        key = None if self.syncer_key is None else str(self.syncer_key)
+        text = json.dumps([key, *entries], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @model_validator(mode="after")
@@ -259,4 +271,4 @@ def read_members(tables: dict[str, Any]) -> None:
     if isinstance(privacy, dict) and isinstance(privacy.get("parties"), str):
         found = load_parties(privacy["parties"])
         del privacy["parties"]
-        privacy["members"] = found.parties
+        privacy["members"], privacy["syncer_key"] = found.parties, found.syncer_key

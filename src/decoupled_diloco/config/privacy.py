@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from decoupled_diloco.config.parties import Parties, PartySettings
+from decoupled_diloco.config.parties import KeyText, Parties, PartySettings
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 
@@ -16,6 +16,7 @@ class PrivacySettings(Settings):
     """`[privacy]`: collaboration between parties that do not trust each other fully."""
 
     table: ClassVar[str] = "[privacy]"
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     parties: Path | None = Field(default=None, strict=False)
     """File with the parties of the run: their learners, public keys, and limits. All parties hold
@@ -26,10 +27,15 @@ class PrivacySettings(Settings):
     """The parties, as the file `parties` lists them. `run.toml` in the run's folder has them here,
     so a run resumes with the parties of its start."""
 
+    syncer_key: KeyText | None = None
+    """As the file `parties` has it: the public key that signs the records of merges."""
+
     @property
     def agreed(self) -> Parties | None:
         """The parties of the run; `None`: it has none."""
-        return Parties(parties=self.members) if self.members else None
+        if not self.members:
+            return None
+        return Parties(parties=self.members, syncer_key=self.syncer_key)
 
     @model_validator(mode="after")
     def _check_members(self) -> PrivacySettings:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
+from decoupled_diloco.config.signing_keys import SigningKey, create_signing_key, load_signing_key
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.run_folder import TOKEN, read_token
+from decoupled_diloco.syncer.audit_trail import AUDIT
 from decoupled_diloco.transport.tls import ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -44,6 +47,35 @@ def require_relay_certificates(config: RunConfig) -> None:
                 f"the certificate {certificate} does not name {missing}, which [[sites]] lists for "
                 f"site {relay!r}: run ddiloco certs renew {folder} {relay} --represents {missing}"
             )
+
+
+def signing_key_of(config: RunConfig, shard: int, folder: Path) -> SigningKey | None:
+    """Return the key that signs a shard's audit trail; `None`: the run has no parties.
+
+    Without a key in the settings, a shard creates its own in the run folder.
+
+    Raises:
+        ConfigError: The key cannot be read, or parties.toml names another one.
+        StorageError: It cannot be written.
+    """
+    path, privacy = config.syncer.signing_key, config.privacy
+    if path is None and not privacy.members:
+        return None
+    if path is None:
+        path = folder / AUDIT / f"shard-{shard}.key"
+        if not path.exists():
+            with suppress(ConfigError):  # the standby has just created it
+                create_signing_key(path)
+        key = load_signing_key(path)
+    else:
+        key = load_signing_key(path)
+    if privacy.syncer_key is not None and key.public != privacy.syncer_key:
+        raise ConfigError(
+            f"signing key {str(path)!r} belongs to {key.public}, but parties.toml has "
+            f"syncer_key={str(privacy.syncer_key)!r}: set signing_key in [syncer] to the key that "
+            "the parties have agreed on"
+        )
+    return key
 
 
 def needs_token(config: RunConfig) -> bool:

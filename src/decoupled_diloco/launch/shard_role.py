@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.plugins import plugin_versions
+from decoupled_diloco.config.signing_keys import SigningKey
 from decoupled_diloco.launch.gc_pauses import Survivors
 from decoupled_diloco.launch.processes import (
     MIRROR,
@@ -35,6 +36,7 @@ from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
     served_tls,
+    signing_key_of,
     token_of_a_reader,
 )
 from decoupled_diloco.monitor.metric_table import INSTALL, METRICS_PATH
@@ -106,6 +108,7 @@ def run_shard(
         KeyboardInterrupt: The process received a signal before the end of the run.
     """
     tokens = accepted_tokens(config, token)
+    signing_key = signing_key_of(config, shard, folder)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
     for files in (own, served):
         if files is not None:
@@ -151,6 +154,7 @@ def run_shard(
         open_tape=open_tape,
         logger=logger_of_run,
         mirror=mirror,
+        signing_key=signing_key,
     )
     survivors = Survivors()
     survivors.begin()
@@ -180,6 +184,7 @@ class ShardRole:
         logger: Logs the run to trackers; only in shard 0 of a run without a launcher.
         mirror: Mirrors the run folder to an object store; only without a launcher, too. It runs if
             this shard is the first one in the folder.
+        signing_key: Signs the shard's audit trail; `None`: it writes none.
         process: The shard, once this process acts for it.
         shard_lease: The shard's lease, if it has a standby.
     """
@@ -195,6 +200,7 @@ class ShardRole:
     linger: bool = False
     logger: Companion | None = None
     mirror: Companion | None = None
+    signing_key: SigningKey | None = None
     process: Shard | None = None
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
@@ -280,6 +286,7 @@ class ShardRole:
             shard_lease=shard_lease,
             linger=self.linger,
             last=self._until_logged if self.config.run.trackers else None,
+            signing_key=self.signing_key,
         )
         _on_stop_signal(process.stop)
 

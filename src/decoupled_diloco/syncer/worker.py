@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,12 @@ from decoupled_diloco.errors import MergeError, StorageError
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
-from decoupled_diloco.protocol.syncer_state import remembered
+from decoupled_diloco.protocol.syncer_state import Ask, remembered
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import Driver, at_decision, executes
 from decoupled_diloco.storage.files import size_of
+from decoupled_diloco.syncer.audit_trail import AuditTrail, SignedRecord
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS
 from decoupled_diloco.syncer.data_plane import Downloads
 from decoupled_diloco.syncer.durable import ShardDisk
@@ -53,6 +54,7 @@ class Worker:
         downloads: Offers the published copies.
         relays: Sends a message to a relay.
         shard_lease: The leadership lease of this process.
+        trail: The shard's audit trail, if it writes one.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Worker:
         downloads: Downloads,
         relays: Callable[[str, messages.Message], None],
         shard_lease: ShardLease | NoStandby,
+        trail: AuditTrail | None = None,
     ) -> None:
         self.tensors = tensors
         self.disk = disk
@@ -78,6 +81,9 @@ class Worker:
         self._downloads = downloads
         self._relays = relays
         self._shard_lease = shard_lease
+        self.trail = trail
+        if disk is not None and trail is not None:
+            disk.before_checkpoint = trail.settle
         self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
 
     async def run(self, task: Callable[[], _T]) -> _T:
@@ -89,6 +95,8 @@ class Worker:
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self.disk is not None:
             self.disk.close()
+        if self.trail is not None:
+            self.trail.close()
 
     @executes(messages.Fold)
     def _fold(self, order: messages.Fold) -> Coroutine[Any, Any, None]:
@@ -112,10 +120,13 @@ class Worker:
     async def _merge(self, order: messages.Merge) -> Done | Failed | None:
         number, fragment = order.round, order.fragment
         tensors, disk = self.tensors, self.disk
-        memory = self._memory()
+        memory, trail = self._memory(), self.trail
+        asks = tuple(self._machine.state.rounds[fragment].folded)
 
         def merge() -> PublishedCopy:
-            if disk is None:
+            if trail is not None:
+                copy = _merge_audited(tensors, disk, trail, order, asks, memory)
+            elif disk is None:
                 copy = tensors.merge(fragment, order.factors)
             else:
                 # break: published-before-disk
@@ -247,3 +258,27 @@ class Worker:
             return None
         memory = None if disk.memory is None else decode(disk.memory, [messages.ShardMemory])
         return messages.DiskRead(tuple(copies), memory, disk.is_exact)
+
+
+def _merge_audited(
+    tensors: ShardTensors,
+    disk: ShardDisk | None,
+    trail: AuditTrail,
+    order: messages.Merge,
+    asks: Sequence[Ask],
+    memory: dict[str, Any],
+) -> PublishedCopy:
+    """Merge, and add the record to the trail as soon as the merge is durable."""
+    lines: list[SignedRecord] = []
+
+    def audit(digest: str) -> dict[str, Any]:
+        lines.append(trail.merged(order, asks, digest))
+        return lines[-1].json
+
+    if disk is None:
+        copy = tensors.merge(order.fragment, order.factors)
+        audit(copy.digest)
+    else:
+        copy = disk.merge(order.fragment, order.version, memory, order.factors, audit)
+    trail.keep(lines[-1])  # break: merge-not-in-trail
+    return copy

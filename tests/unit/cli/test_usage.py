@@ -27,6 +27,7 @@ USAGES = [
     "report [OPTIONS] [RUN] [OTHER]",
     "explain [OPTIONS] round|learner|step WHICH [RUN]",
     "data [OPTIONS] [RUN]",
+    "audit [OPTIONS] [RUN]",
     "track [OPTIONS] [RUN]",
     "metrics [OPTIONS] rules|dashboard|config [CONFIG|RUN]",
     "traces [OPTIONS] [RUN]",
