@@ -87,7 +87,7 @@ def test_a_learner_joins_for_a_party_that_both_sides_know(make: Make, tmp_path: 
     system.start()
     with pytest.raises(ConfigError, match="learner 'c-0' belongs to no party of this run: add"):
         system.learner(Model(), "c-0")
-    other = Parties(parties=[{**members[0], "may_stop": True}, members[1]])
+    other = Parties(parties=[{**members[0], "sees": "all"}, members[1]])
     with pytest.raises(ConfigError, match=r"the syncer has the digest .*, but this learner's"):
         system.learner(Model(), "a-0", party=PartyFiles(other))
     with pytest.raises(ConfigError, match="but party 'a' of learner 'a-0' has the key"):

@@ -304,6 +304,13 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         test="unit/syncer/test_audit_trail.py::test_a_removed_record_is_named",
     ),
     Break(
+        "other-lanes-sent",
+        "return document",
+        "a party receives the records of other parties' learners",
+        test="unit/show/test_page_of_a_party.py"
+        "::test_a_party_gets_its_lines_of_a_tape_and_no_metrics",
+    ),
+    Break(
         "other-parties-accepted",
         "pass",
         "a learner trains with other parties than those in its own file",

@@ -67,9 +67,8 @@ def check(options: CheckOptions) -> None:
     for party in found.parties:
         most = f"{party.share_min:.0%} to {party.share_max:.0%} of a merge"
         sees = "sees all learners" if party.sees == "all" else "sees its own learners"
-        stops = ", may stop the run" if party.may_stop else ""
         learners = ", ".join(party.learners)
-        typer.echo(f"{party.name:{width}}  {learners}: {most}, {sees}{stops}")
+        typer.echo(f"{party.name:{width}}  {learners}: {most}, {sees}")
     typer.echo(f"digest {found.digest}: it must be equal at all parties")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,9 +70,6 @@ class PartySettings(Settings):
     sees: Literal["own", "all"] = "own"
     """Whose learners the party sees on the live page and in `ddiloco status`: its own, or all."""
 
-    may_stop: bool = False
-    """Whether the party may stop the run."""
-
     def has(self, learner: str) -> bool:
         """Whether a learner is of this party."""
         return any(matches(pattern, learner) for pattern in self.learners)
@@ -125,9 +123,20 @@ class Parties(Settings):
         """Return the party of a learner; `None` if no party has it."""
         return next((party for party in self.parties if party.has(learner)), None)
 
-    def named(self, name: str) -> PartySettings | None:
-        """Return the party with a name, if there is one."""
-        return next((party for party in self.parties if party.name == name), None)
+    def viewer(self, names: Iterable[str]) -> PartySettings | None:
+        """Return the party whose lanes alone a viewer may see; `None`: it may see all.
+
+        Args:
+            names: The names that its token and certificate prove: of a party, a learner, or another
+                process of the run. Without any, it has the token of the whole run.
+        """
+        found = {party.name: party for name in names if (party := self._of(name)) is not None}
+        own = [party for party in found.values() if party.sees == "own"]
+        return own[0] if own and len(own) == len(found) else None
+
+    def _of(self, name: str) -> PartySettings | None:
+        named = next((party for party in self.parties if party.name == name), None)
+        return named or self.find(name)
 
     @property
     def has_quotas(self) -> bool:

@@ -171,11 +171,13 @@ def own_token_file(
 
 
 def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
-    """Return a token for a process on shard 0's machine that only reads: any accepted one."""
-    path = config.syncer.principals_file
-    if token is None and path is not None:
-        return next(iter(read_principals(path).values()))
-    return token
+    """Return a token for a process on shard 0's machine that only reads: one that may see all."""
+    path, parties = config.syncer.principals_file, config.privacy.agreed
+    if token is not None or path is None:
+        return token
+    principals = read_principals(path)
+    names = (name for name in principals if parties is None or parties.viewer([name]) is None)
+    return principals[next(names, next(iter(principals)))]
 
 
 def secrets_in(

@@ -20,6 +20,7 @@ from decoupled_diloco.config.signing_keys import (
 )
 from decoupled_diloco.config.sync import methods_unchecked
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.secrets import token_of_a_reader
 from decoupled_diloco.protocol.quotas import Quota
 
 KEYS = [str(PublicKey(bytes([number]) * 32)) for number in range(4)]
@@ -79,7 +80,7 @@ def test_the_digest_is_of_the_meaning() -> None:
     one = parties(party(0, learners=["a", "b"]), party(1))
     same = parties(party(1, share_min=0.0), party(0, learners=["b", "a"]))
     assert one.digest == same.digest
-    for change in ({"share_max": 0.9}, {"key": KEYS[3]}, {"may_stop": True}, {"sees": "all"}):
+    for change in ({"share_max": 0.9}, {"key": KEYS[3]}, {"sees": "all"}):
         assert parties(party(0, learners=["a", "b"]), party(1, **change)).digest != one.digest
 
 
@@ -167,7 +168,7 @@ def test_a_learner_accepts_only_its_own_parties() -> None:
     with pytest.raises(ConfigError, match="the syncer has no parties, but this learner's"):
         own.require_same(None)
     with pytest.raises(ConfigError, match="compare both files with ddiloco parties check"):
-        own.require_same(parties(party(0, share_max=1.0, may_stop=True)))
+        own.require_same(parties(party(0, sees="all")))
 
 
 def limited(**tables: object) -> RunConfig:
@@ -196,3 +197,22 @@ def test_quotas_need_sums_of_one_party_each() -> None:
     refused = pytest.raises(ConfigError, match=r"rule='my:own' .* cannot be combined with share_")
     with refused, methods_unchecked():
         limited(sync={"merge": {"rule": "my:own"}})
+
+
+def test_a_viewer_with_the_name_of_a_party_or_its_learner_sees_its_own_lanes() -> None:
+    agreed = parties(party(0), party(1, sees="all"))
+    for name in ("hospital-0", "hospital-0-7"):
+        found = agreed.viewer([name])
+        assert found is not None
+        assert found.name == "hospital-0"
+    for names in ([], ["evaluator"], ["shard-1", "shard-*"], ["hospital-1"], ["hospital-1-7"]):
+        assert agreed.viewer(names) is None
+
+
+def test_processes_of_the_syncer_read_with_a_token_that_may_see_all(tmp_path: Path) -> None:
+    file = tmp_path / "principals.toml"
+    file.write_text('hospital-0-1 = "a"\nshard-1 = "b"\n')
+    members = parties(party(0), party(1)).parties
+    run = {"max_steps": 1}
+    config = RunConfig(run=run, privacy={"members": members}, syncer={"principals_file": file})
+    assert token_of_a_reader(config, None) == "b"
