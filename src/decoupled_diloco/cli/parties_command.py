@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from decoupled_diloco.cli.command_groups import Commands
 from decoupled_diloco.cli.command_line import CommandOptions, command
+from decoupled_diloco.cli.shared_options import listed
 from decoupled_diloco.config.settings import NAME
 from decoupled_diloco.errors import ConfigError
 
@@ -27,6 +29,10 @@ class CreateKeyOptions(CommandOptions):
     folder: Annotated[Path, typer.Option(metavar="FOLDER")] = Path()
     """Folder for the private key, NAME.key. Default: the current folder."""
 
+    learners: Annotated[tuple[str, ...], typer.Option(metavar="NAME[,NAME…]", parser=listed)] = ()
+    """Names of the party's learners; "*" at the end of a name stands for anything. Default:
+    NAME-*."""
+
 
 @command(CreateKeyOptions)
 def create_key(options: CreateKeyOptions) -> None:
@@ -43,7 +49,8 @@ def create_key(options: CreateKeyOptions) -> None:
         )
     path = options.folder / f"{name}.key"
     public = create_signing_key(path).public
-    typer.echo(f'[[parties]]\nname = "{name}"\nlearners = ["{name}-*"]\nkey = "{public}"\n')
+    learners = json.dumps(options.learners or [f"{name}-*"])
+    typer.echo(f'[[parties]]\nname = "{name}"\nlearners = {learners}\nkey = "{public}"\n')
     typer.echo(
         f"{path} is the private key: keep it secret. Send the lines above to the other parties: "
         "all of them add them to parties.toml",
