@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from decoupled_diloco.learner.option_groups import (
         Checkpointing,
         Observability,
+        PartyFiles,
         StateSharing,
         Timeouts,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "MergeError",
     "Observability",
     "Observer",
+    "PartyFiles",
     "ProtocolError",
     "ProximalTerm",
     "StateSharing",
@@ -71,6 +73,7 @@ _MODULES = {
     "Learner": "participants",
     "Observability": "learner.option_groups",
     "Observer": "participants",
+    "PartyFiles": "learner.option_groups",
     "ProximalTerm": "proximal",
     "StateSharing": "learner.option_groups",
     "Timeouts": "learner.option_groups",

@@ -75,6 +75,7 @@ from decoupled_diloco.learner.option_groups import (
     MakeTape,
     Observability,
     ParticipantOptions,
+    PartyFiles,
     StateSharing,
     SyncerConnection,
     Timeouts,
@@ -144,6 +145,7 @@ class Learner:
         sync_ranks: How many ranks of a multi-rank learner exchange data with the syncer, each its
             part of every fragment: a number, ``"hosts"`` (one per host), or ``"all"``. Default:
             rank 0 alone.
+        party: The files of this learner's party, if several organizations train. Default: none.
 
     Raises:
         ConfigError: There is no ``syncer``, and no launcher has started this program; the model
@@ -170,6 +172,7 @@ class Learner:
         state_sharing: StateSharing | None = None,
         observability: Observability | None = None,
         sync_ranks: int | Literal["hosts", "all"] | None = None,
+        party: PartyFiles | None = None,
     ) -> None:
         require_model(model)
         given = ParticipantOptions(
@@ -180,6 +183,7 @@ class Learner:
             chosen("observability", observability, Observability),
             sync_ranks,
             Checkpointing.of(checkpoint),
+            chosen("party", party, PartyFiles),
         )
         sharing = chosen("state_sharing", state_sharing, StateSharing)
         if syncer is None:

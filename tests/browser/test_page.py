@@ -131,7 +131,8 @@ def address_of_crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "shards": ["http://127.0.0.1:1"],
             "token": None,
         }
-        site = Site(Access(Tokens()), Feed(arguments), "http://127.0.0.1:1", dict)
+        feed = Feed(arguments)
+        site = Site(Access(Tokens()), lambda names: feed, "http://127.0.0.1:1", dict)
         server = HttpServer(on_channel=lambda channel: asyncio.sleep(0), website=site)
         await server.start()
         address = server.address

@@ -17,7 +17,8 @@ import torch
 import xxhash
 
 from decoupled_diloco.config.method import plan_of, read_public
-from decoupled_diloco.config.toml_files import load_config, override_key, read_tables
+from decoupled_diloco.config.toml_files import load_config, override_key
+from decoupled_diloco.config.toml_tables import read_tables
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.export.export_folder import read_facts
 from decoupled_diloco.export.run_weights import _versions

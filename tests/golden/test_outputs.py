@@ -7,13 +7,21 @@ and the change of ``expected`` is reviewed like any other. `record.py` records t
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.run_model import RunModel
+from decoupled_diloco.show.page.document import state_of_page
+from decoupled_diloco.show.page.history import PageHistory
+from decoupled_diloco.show.status import status_of
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.restricted import RestrictedTape
 from golden.outputs import OUTPUTS, Growing, Recorded, compared, tapes, timed
 
 HERE = Path(__file__).parent
@@ -53,6 +61,24 @@ def test_an_output_is_what_it_was(
 ) -> None:
     text = OUTPUTS[output](recorded(place, name))
     assert_as_stored(text, HERE / "expected" / name / output, request)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_party_sees_a_run_without_the_learners_of_others(place: Path, name: str) -> None:
+    """All that is shown comes from records, and no record that a party gets names the others."""
+    records = list(TapeReader(Path(recorded(place, name).name)))
+    learners = sorted({r.process for r in records if r.process.startswith("learner-")})
+    assert len(learners) > 1
+    view = RestrictedTape(lambda each: each == learners[0], learners)
+    run, kept = RunModel(), 0
+    for record in filter(None, map(view.record, records)):
+        run.take(record)
+        kept += 1
+        data = json.dumps(dict(record.data))
+        assert not [each for each in learners[1:] if re.search(rf"{each}(?![\w-])", data)]
+    assert kept > 100
+    state = state_of_page(run, status_of(run, run.latest), PageHistory())
+    assert list(state["learners"]) == learners[:1]
 
 
 def test_two_runs_side_by_side(place: Path, request: pytest.FixtureRequest) -> None:

@@ -21,7 +21,12 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.run import advertised
 from decoupled_diloco.launch.processes import open_tape
-from decoupled_diloco.launch.secrets import accepted_tokens, own_tls, served_tls
+from decoupled_diloco.launch.secrets import (
+    accepted_tokens,
+    own_tls,
+    served_tls,
+    signing_key_of,
+)
 from decoupled_diloco.learner.option_groups import SyncerConnection
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.http_client import HttpClient
@@ -75,6 +80,7 @@ class System:
             outer={"lr": 0.7, "momentum": 0.5, **tables.get("outer", {})},
             syncer={"shards": 1, **tables.get("syncer", {})},
             tls=tables.get("tls", {}),
+            privacy=tables.get("privacy", {}),
             workload=tables.get("workload", {}),
             data=tables.get("data", {}),
         )
@@ -125,6 +131,7 @@ class System:
                 client=HttpClient(token=self.token, tls=own_tls(config, f"shard-{shard}")),
                 tape=tapes[0],
                 coordinator_tape=coordinator_tape if shard == 0 else None,
+                signing_key=signing_key_of(config, shard, self.folder),
             )
             await process.run(started)
         except BaseException as error:

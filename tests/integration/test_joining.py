@@ -16,9 +16,11 @@ import torch
 from aiohttp import web
 from torch import nn
 
-from decoupled_diloco import Learner, Observability, Observer, Timeouts
+from decoupled_diloco import Learner, Observability, Observer, PartyFiles, Timeouts
 from decoupled_diloco.config import dump_config
 from decoupled_diloco.config.addresses import from_elsewhere
+from decoupled_diloco.config.parties import Parties
+from decoupled_diloco.config.signing_keys import create_signing_key
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
@@ -75,6 +77,23 @@ def test_an_invalid_auth_token_is_rejected_at_once(token: Any) -> None:
     with pytest.raises(ConfigError, match=r"token.*: pass the content of the run's") as raised:
         Learner(Model(), "http://127.0.0.1:9", auth_token=token)
     assert str(token) not in str(raised.value) or len(str(token)) < 3, "the secret is not repeated"
+
+
+def test_a_learner_joins_for_a_party_that_both_sides_know(make: Make, tmp_path: Path) -> None:
+    keys = {name: create_signing_key(tmp_path / f"{name}.key").public for name in ("a", "b")}
+    members = [{"name": n, "learners": [f"{n}-*"], "key": str(key)} for n, key in keys.items()]
+    agreed = Parties(parties=members)
+    system = make(privacy={"members": agreed.parties})
+    system.start()
+    with pytest.raises(ConfigError, match="learner 'c-0' belongs to no party of this run: add"):
+        system.learner(Model(), "c-0")
+    other = Parties(parties=[{**members[0], "sees": "all"}, members[1]])
+    with pytest.raises(ConfigError, match=r"the syncer has the digest .*, but this learner's"):
+        system.learner(Model(), "a-0", party=PartyFiles(other))
+    with pytest.raises(ConfigError, match="but party 'a' of learner 'a-0' has the key"):
+        system.learner(Model(), "a-0", party=PartyFiles(agreed, tmp_path / "b.key"))
+    with system.learner(Model(), "a-0", party=PartyFiles(agreed, tmp_path)) as learner:
+        assert learner.incarnation == 2, "the attempt with other parties had been admitted"
 
 
 def test_a_principal_can_join_only_under_its_name(make: Make) -> None:

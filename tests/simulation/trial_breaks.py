@@ -267,4 +267,55 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
     ),
     *DEVICES,
     *PRIVACY,
+    Break(
+        "share-above-limit",
+        "return {p: level * shares[p] for p in present}",
+        "the share of a party in a merge exceeds its limit",
+        test="unit/protocol/test_quotas.py"
+        "::test_a_party_above_its_limit_has_its_limit_and_the_others_keep_their_proportion",
+    ),
+    Break(
+        "quota-of-absent-party-kept",
+        "if False:",
+        "upper limits stay too low for the parties that take part",
+        test="unit/protocol/test_quotas.py"
+        "::test_upper_limits_are_relaxed_in_proportion_if_too_few_parties_take_part",
+    ),
+    Break(
+        "factors-not-ordered",
+        "limited: tuple[tuple[str, float], ...] = ()",
+        "a merge ignores the limits of the parties",
+        test="unit/protocol/test_relayed.py::test_a_merge_names_the_factors_of_the_parties",
+    ),
+    Break(
+        "mixed-sum-accepted",
+        "mixed = False",
+        "a sum of several parties counts for one of them",
+        test="unit/protocol/test_relayed.py::test_a_sum_of_two_parties_with_limits_is_refused",
+    ),
+    Break(
+        "merge-not-in-trail",
+        "pass",
+        "a merge has no record in the audit trail",
+        test="integration/test_audit.py::test_a_whole_run_agrees_with_its_records",
+    ),
+    Break(
+        "removed-record-unnoticed",
+        "elif False:",
+        "a record of the audit trail can be removed",
+        test="unit/syncer/test_audit_trail.py::test_a_removed_record_is_named",
+    ),
+    Break(
+        "other-lanes-sent",
+        "return document",
+        "a party receives the records of other parties' learners",
+        test="unit/show/test_page_of_a_party.py"
+        "::test_a_party_gets_its_lines_of_a_tape_and_no_metrics",
+    ),
+    Break(
+        "other-parties-accepted",
+        "pass",
+        "a learner trains with other parties than those in its own file",
+        test="integration/test_joining.py::test_a_learner_joins_for_a_party_that_both_sides_know",
+    ),
 )

@@ -25,6 +25,7 @@ def test_the_public_names_are_these() -> None:
         "MergeError",
         "Observability",
         "Observer",
+        "PartyFiles",
         "ProtocolError",
         "ProximalTerm",
         "StateSharing",
@@ -84,7 +85,7 @@ def test_the_public_members_of_a_class_are_these(kind: type, names: tuple[str, .
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     dd.Learner: (
         *("model", "syncer", "name", "auth_token", "tls", "optimizer", "checkpoint", "timeouts"),
-        *("state_sharing", "observability", "sync_ranks"),
+        *("state_sharing", "observability", "sync_ranks", "party"),
     ),
     dd.Device: (
         *("model", "syncer", "name", "checkpoint", "auth_token", "tls", "optimizer", "timeouts"),
@@ -97,6 +98,7 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
     dd.Checkpointing: ("folder", "interval_seconds", "state"),
     dd.Timeouts: ("join", "disconnect", "flush"),
     dd.StateSharing: ("objects",),
+    dd.PartyFiles: ("parties", "key"),
     dd.Observability: ("tracker", "metrics_address", "event_tape"),
     dd.data.ElasticLoader: (
         *("dataset", "partitions", "batch_size", "seed", "prefetch", "loader_options"),

@@ -29,7 +29,7 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.syncer.durable import Durable, ShardDisk
-from decoupled_diloco.syncer.shard_tensors import FragmentTensors, OuterStep, ShardTensors
+from decoupled_diloco.syncer.shard_tensors import Factors, FragmentTensors, OuterStep, ShardTensors
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.virtual_disk import (
     Content,
@@ -82,9 +82,9 @@ class Tensors(ShardTensors):
 
     prepared = ""
 
-    def prepare(self, fragment: int) -> OuterStep:
+    def prepare(self, fragment: int, factors: Factors = ()) -> OuterStep:
         """See `ShardTensors`."""
-        step = super().prepare(fragment)
+        step = super().prepare(fragment, factors)
         self.prepared = bits_of(step.after)
         return step
 

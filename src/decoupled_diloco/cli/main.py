@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from decoupled_diloco._version import __version__
+from decoupled_diloco.cli.audit_command import audit
 from decoupled_diloco.cli.certs import certs
 from decoupled_diloco.cli.checkpoint_command import checkpoint
 from decoupled_diloco.cli.command_groups import DEBUG, INSPECT, OPERATE, PLAN, RUN, Commands
@@ -32,6 +33,7 @@ from decoupled_diloco.cli.list import list_runs
 from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.mirror_command import mirror
+from decoupled_diloco.cli.parties_command import parties
 from decoupled_diloco.cli.privacy_command import privacy
 from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay_command import replay
@@ -58,7 +60,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
     RUN: (train, launch, syncer, relay, learner, evaluator, recipes, export),
     INSPECT: (
         *(list_runs, status, watch, logs, report, explain, data),
-        *(track, metrics, traces),
+        *(audit, track, metrics, traces),
     ),
     OPERATE: (stop, checkpoint, kill, mirror),
     PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals, privacy),
@@ -84,6 +86,7 @@ for panel, commands in GROUPS.items():
             name = "list" if each is list_runs else None
             app.command(name, rich_help_panel=panel)(each)
 app.add_typer(certs, rich_help_panel=OPERATE)
+app.add_typer(parties, rich_help_panel=OPERATE)
 
 
 @app.command(hidden=True)

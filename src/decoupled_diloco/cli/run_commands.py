@@ -36,7 +36,7 @@ from decoupled_diloco.cli.shared_options import (
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import alternatives, is_store, on_this_machine, url_of
-from decoupled_diloco.config.run import advertised
+from decoupled_diloco.config.run import LearnerSettings, advertised
 from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.units import format_duration
 
@@ -233,7 +233,12 @@ class DialOptions(ConnectOptions):
                 f"{option} {self.syncer!r} is neither a URL nor a run folder: write "
                 "http://HOST:PORT, or a path such as runs/quickstart"
             )
-        return load_config(self.config, self.settings or ())
+        return load_config(self.config, self.overrides)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings that are given on the command line, as arguments of --set."""
+        return [*(self.settings or ())]
 
     def addresses(self, config: RunConfig, relay: str = "") -> tuple[str, ...]:
         """Return the addresses of the shards: as given, or on this machine.
@@ -259,7 +264,7 @@ class DialOptions(ConnectOptions):
 
         self.addresses(config)  # raises before the run folder is used
         command_line = [arguments[0], str(self.config), *arguments[1:]]
-        for override in self.settings or ():
+        for override in self.overrides:
             command_line += ["--set", override]
         for field in ("syncer", "auth_token_file", "ca_cert", "cert", "key"):
             if value := getattr(self, field):
@@ -282,6 +287,13 @@ class LearnerOptions(DialOptions):
     devices: Annotated[str, typer.Option(metavar="NAME=LIST")] = ""
     """Set this variable before PyTorch finds devices, such as CUDA_VISIBLE_DEVICES=2,3. `ddiloco
     train` divides the GPUs of a machine this way. Default: use all devices."""
+
+    party_key: Annotated[Path | None, setting(LearnerSettings, "party_key", metavar="FILE")] = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """See `DialOptions`."""
+        return [*super().overrides, *overrides(self, LearnerSettings, "party_key")]
 
 
 @command(LearnerOptions)

@@ -17,6 +17,7 @@ from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.protocol.machine_options import ApplyAt, Options, Participants
+from decoupled_diloco.protocol.quotas import Quota
 
 if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout
@@ -147,7 +148,16 @@ def options_of(config: RunConfig) -> Options:
         max_steps=run.max_steps,
         max_tokens=run.max_tokens,
         checkpoint_every_seconds=run.checkpoint_interval_seconds,
+        weighting=sync.merge.weighting,
+        quotas=_quotas(config),
     )
+
+
+def _quotas(config: RunConfig) -> tuple[Quota, ...]:
+    parties = config.privacy.agreed
+    if parties is None or not parties.has_quotas:
+        return ()
+    return tuple(Quota(p.name, p.learners, p.share_min, p.share_max) for p in parties.parties)
 
 
 def plan_of(layout: Layout, config: RunConfig) -> MergePlan:

@@ -18,6 +18,7 @@ RUN_FILE = "run.toml"
 _MAY_CHANGE = {
     "run": {"max_steps", "max_tokens", "checkpoint_interval_seconds"},
     "workload": {"total_steps"},
+    "privacy": {"members"},
 }
 
 

@@ -48,6 +48,7 @@ _PRIVATE: dict[str, Any] = {
         *("fork_server", "trackers", "imports", "imports_from", "store", "store_interval_seconds"),
     },
     "sync": {"initial_weights"},
+    "privacy": {"parties"},
     "syncer": True,
     "tls": True,
     "learner": True,
@@ -333,6 +334,12 @@ class LearnerSettings(Settings):
     """Arithmetic of the forward pass and the loss. "bf16" runs them in PyTorch's autocast, and the
     weights keep the type that the workload creates. "fp32" changes nothing."""
 
+    party_key: Path | None = Field(default=None, strict=False)
+    """File with the private key of the learners' party, or a folder with the keys of several
+    parties, such as hospital-a.key, for a run on one machine. The path is relative to the folder
+    where the command starts. It is never sent anywhere. It needs parties in [privacy]. Default: the
+    learners do not sign."""
+
     ranks: int | Annotated[tuple[int, ...], Field(strict=False)] = 1
     """Number of processes (ranks) of one learner, at least 1: one number for all learners, or a
     list with one for each. All ranks together are one learner of the run. More than one needs
@@ -549,7 +556,7 @@ class RunConfig(Settings):
     """The syncer's processes and addresses."""
 
     privacy: PrivacySettings = Field(default_factory=PrivacySettings)
-    """What other processes learn about one learner's training."""
+    """What other processes and parties learn about a learner's training."""
 
     tls: TlsSettings = Field(default_factory=TlsSettings)
     """Certificates for encrypted connections."""
@@ -711,8 +718,14 @@ class RunConfig(Settings):
                 f"learners={learners} needs ports up to {last.rpartition(':')[2]}, but {PORT_MAX} "
                 "is the last: lower the port"
             )
+        if self.learner.party_key is not None and not self.privacy.members:
+            raise ConfigError(
+                f"party_key={str(self.learner.party_key)!r} in [learner] would be ignored without "
+                "parties in [privacy]: set parties, or take party_key out"
+            )
         self._check_addresses()
         self._check_sites()
+        self._check_quotas()
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
@@ -767,6 +780,35 @@ class RunConfig(Settings):
                 f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
                 "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"
             )
+
+    def _check_quotas(self) -> None:
+        parties = self.privacy.agreed
+        if parties is None or not parties.has_quotas:
+            return
+        if ":" in self.sync.merge.rule:
+            raise ConfigError(
+                f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with share_min "
+                "and share_max in parties.toml, because a shard adds the sums of the parties: "
+                "choose 'rda' or 'mean', or leave the shares out"
+            )
+        for site in self.sites:
+            names = [name for name in self.represented()[site.name] if name in self.learner_ids]
+            found = sorted({parties.of_learner(name).name for name in names})
+            if len(found) > 1:
+                raise ConfigError(
+                    f"site {site.name!r} in [[sites]] has learners of {' and '.join(found)}, so "
+                    "its relay would mix the parties whose shares parties.toml limits: write one "
+                    "site for each party, or leave share_min and share_max out"
+                )
+
+    def represented(self) -> dict[str, list[str]]:
+        """The processes that each relay represents, by its name."""
+        relays = {site.name: list(site.learner_ids) for site in self.sites}
+        # A relay before another one also represents the learners behind that one.
+        for site in reversed(self.sites):
+            if site.upstream:
+                relays[site.upstream] += [*relays[site.name], site.name]
+        return relays
 
     def _check_place(self, site: SiteSettings) -> None:
         """Reject a choice of nodes that the backend would ignore."""

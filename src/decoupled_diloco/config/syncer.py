@@ -79,6 +79,12 @@ class SyncerSettings(Settings):
     shards=1. Use one address for each run. `lease_seconds` must be at least 2 then, or 4 on GCS.
     Default: the run folder."""
 
+    signing_key: Path | None = Field(default=None, strict=False)
+    """File with the private key that signs the record of each merge, as `ddiloco parties
+    create-key` writes it, the same for all shards. `ddiloco audit` verifies the records. The path
+    is relative to the folder where the command starts. It needs the extra `tls`. Default: with
+    `[privacy]` parties, each shard creates a key in RUN/audit; without parties, none signs."""
+
     record_payloads: bool = False
     """Whether each shard keeps every verified contribution and whole copy in the run folder.
     `ddiloco replay` can then compute the run's weights again, bit for bit. It takes the encoded

@@ -7,7 +7,6 @@ files of another kind.
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 import shlex
@@ -18,11 +17,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from decoupled_diloco.config.parties import read_members
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.config.renamed import override_for, sentence_for, toml_text
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import nearest, shown
 from decoupled_diloco.config.sync import methods_unchecked
+from decoupled_diloco.config.toml_tables import read_tables
 from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters"}
@@ -30,13 +31,6 @@ _SCENARIOS_OWN = {"set", "until_seconds", "parameters"}
 
 _SCENARIOS_LISTS = {"learners", "links", "events", "random"}
 """Lists that only a scenario file has."""
-
-_MARKS = {
-    codecs.BOM_UTF8: "begins with a byte order mark",
-    codecs.BOM_UTF16_LE: "is UTF-16 text",
-    codecs.BOM_UTF16_BE: "is UTF-16 text",
-}
-"""What a file is, by its first bytes."""
 
 _BARE = re.compile(r"(?!(true|false|inf|nan)$)[A-Za-z][\w./:-]*", re.ASCII)
 """Texts that an override may write without quotes."""
@@ -59,8 +53,8 @@ def load_config(
             such as ``"module:function"``). False: such methods are not checked and cannot be used.
 
     Raises:
-        ConfigError: The file cannot be read, a setting is not valid, or a module cannot be
-            imported.
+        ConfigError: The file or that of its parties cannot be read, a setting is not valid, or a
+            module cannot be imported.
     """
     tables = read_run_tables(Path(path))
     for override in overrides:
@@ -69,6 +63,7 @@ def load_config(
         raise ConfigError(
             f"{path} is empty: write the settings of a run, at least [run] with max_steps"
         )
+    read_members(tables)
     if not plugins:
         with methods_unchecked():
             return RunConfig(**tables)
@@ -100,49 +95,6 @@ def dump_tables(tables: Mapping[str, Any]) -> str:
             f"settings cannot be written without tomli-w, which is in the extra cli: {INSTALL}"
         ) from None
     return tomli_w.dumps(tables)
-
-
-def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file, unchanged and unchecked.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not valid TOML.
-    """
-    try:
-        return tomllib.loads(_read_text(path))
-    except ConfigError:
-        raise
-    except ValueError as error:  # not TOMLDecodeError: int() raises this for thousands of digits
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: it is nested too deep") from None
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: pass the path of a run's TOML file, or the name of a shipped "
-            "recipe (`ddiloco recipes` lists them)"
-        ) from None
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{path} is a folder: pass the path of a TOML file, such as {path / 'run.toml'}"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _read_text(path: Path) -> str:
-    if "\0" in str(path):
-        raise ConfigError(f"{str(path)!r} is not a path: take the character NUL out")
-    content = path.read_bytes()
-    for mark, name in _MARKS.items():
-        if content.startswith(mark):
-            raise ConfigError(f"{path} {name}: save it as UTF-8 without a byte order mark")
-    try:
-        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not UTF-8 text: save it as UTF-8, because byte {error.start + 1} does not "
-            "fit"
-        ) from None
 
 
 def read_run_tables(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from decoupled_diloco.learner.learner_model import Model, device_text
 from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     Observability,
+    PartyFiles,
     StateSharing,
     SyncerConnection,
     Timeouts,
@@ -271,6 +272,7 @@ async def learn(
                 event_tape=folder / "tape" / f"{name}.jsonl",
             ),
             sync_ranks=config.learner.sync_ranks if ranks > 1 else 1,
+            party=PartyFiles(config.privacy.agreed, config.learner.party_key),
         ) as learner:
             _require_same_work(read_settings(learner.run_config), config)
             if learner.incarnation == 1:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
+from decoupled_diloco.config.signing_keys import SigningKey, create_signing_key, load_signing_key
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.run_folder import TOKEN, read_token
+from decoupled_diloco.syncer.audit_trail import AUDIT
 from decoupled_diloco.transport.tls import ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -20,18 +23,8 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
     path, certificates = config.syncer.principals_file, config.tls.client_ca_cert is not None
     if path is None:
         return Tokens(token, certificates=certificates)
-    relays = represented(config)
+    relays = config.represented()
     return Tokens(principals=read_principals(path), certificates=certificates, relays=relays)
-
-
-def represented(config: RunConfig) -> dict[str, list[str]]:
-    """Return the processes that each relay represents, by its name."""
-    relays = {site.name: list(site.learner_ids) for site in config.sites}
-    # A relay before another one also represents the learners behind that one.
-    for site in reversed(config.sites):
-        if site.upstream:
-            relays[site.upstream] += [*relays[site.name], site.name]
-    return relays
 
 
 def require_relay_certificates(config: RunConfig) -> None:
@@ -45,7 +38,7 @@ def require_relay_certificates(config: RunConfig) -> None:
         return
     from decoupled_diloco.launch.certificates import hosts_of  # needs the extra `tls`
 
-    for relay, names in represented(config).items():
+    for relay, names in config.represented().items():
         own_tls(config, relay)  # raises if the relay has no certificate
         certificate = folder / f"{relay}.pem"
         missing = ",".join(sorted(set(names) - set(hosts_of(certificate))))
@@ -54,6 +47,35 @@ def require_relay_certificates(config: RunConfig) -> None:
                 f"the certificate {certificate} does not name {missing}, which [[sites]] lists for "
                 f"site {relay!r}: run ddiloco certs renew {folder} {relay} --represents {missing}"
             )
+
+
+def signing_key_of(config: RunConfig, shard: int, folder: Path) -> SigningKey | None:
+    """Return the key that signs a shard's audit trail; `None`: the run has no parties.
+
+    Without a key in the settings, a shard creates its own in the run folder.
+
+    Raises:
+        ConfigError: The key cannot be read, or parties.toml names another one.
+        StorageError: It cannot be written.
+    """
+    path, privacy = config.syncer.signing_key, config.privacy
+    if path is None and not privacy.members:
+        return None
+    if path is None:
+        path = folder / AUDIT / f"shard-{shard}.key"
+        if not path.exists():
+            with suppress(ConfigError):  # the standby has just created it
+                create_signing_key(path)
+        key = load_signing_key(path)
+    else:
+        key = load_signing_key(path)
+    if privacy.syncer_key is not None and key.public != privacy.syncer_key:
+        raise ConfigError(
+            f"signing key {str(path)!r} belongs to {key.public}, but parties.toml has "
+            f"syncer_key={str(privacy.syncer_key)!r}: set signing_key in [syncer] to the key that "
+            "the parties have agreed on"
+        )
+    return key
 
 
 def needs_token(config: RunConfig) -> bool:
@@ -149,11 +171,13 @@ def own_token_file(
 
 
 def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
-    """Return a token for a process on shard 0's machine that only reads: any accepted one."""
-    path = config.syncer.principals_file
-    if token is None and path is not None:
-        return next(iter(read_principals(path).values()))
-    return token
+    """Return a token for a process on shard 0's machine that only reads: one that may see all."""
+    path, parties = config.syncer.principals_file, config.privacy.agreed
+    if token is not None or path is None:
+        return token
+    principals = read_principals(path)
+    names = (name for name in principals if parties is None or parties.viewer([name]) is None)
+    return principals[next(names, next(iter(principals)))]
 
 
 def secrets_in(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.plugins import plugin_versions
+from decoupled_diloco.config.signing_keys import SigningKey
 from decoupled_diloco.launch.gc_pauses import Survivors
 from decoupled_diloco.launch.processes import (
     MIRROR,
@@ -35,6 +36,7 @@ from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
     served_tls,
+    signing_key_of,
     token_of_a_reader,
 )
 from decoupled_diloco.monitor.metric_table import INSTALL, METRICS_PATH
@@ -51,6 +53,7 @@ from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLeas
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.records import versions
+from decoupled_diloco.tape.restricted import RestrictedTape
 from decoupled_diloco.tape.samples import TookOver
 from decoupled_diloco.tape.sources import TAPE_PATH
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
@@ -59,7 +62,7 @@ from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Client, OnChannel, Server
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import LiveTls, TLSConfig
-from decoupled_diloco.transport.tokens import Tokens, is_loopback
+from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, is_loopback
 from decoupled_diloco.units import MIB
 
 if TYPE_CHECKING:
@@ -109,6 +112,7 @@ def run_shard(
     if config.privacy.dp is not None:
         config.privacy.dp.verify()  # the shard enforces the limit, so it must not take it on trust
     tokens = accepted_tokens(config, token)
+    signing_key = signing_key_of(config, shard, folder)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
     for files in (own, served):
         if files is not None:
@@ -135,6 +139,7 @@ def run_shard(
             limits=limits,
             tls=served,
             website=website_of(role, tokens, reader_token, own),
+            restrict=role.restricted,
         )
 
     logger_of_run = mirror = None
@@ -154,6 +159,7 @@ def run_shard(
         open_tape=open_tape,
         logger=logger_of_run,
         mirror=mirror,
+        signing_key=signing_key,
     )
     survivors = Survivors()
     survivors.begin()
@@ -183,6 +189,7 @@ class ShardRole:
         logger: Logs the run to trackers; only in shard 0 of a run without a launcher.
         mirror: Mirrors the run folder to an object store; only without a launcher, too. It runs if
             this shard is the first one in the folder.
+        signing_key: Signs the shard's audit trail; `None`: it writes none.
         process: The shard, once this process acts for it.
         shard_lease: The shard's lease, if it has a standby.
     """
@@ -198,10 +205,12 @@ class ShardRole:
     linger: bool = False
     logger: Companion | None = None
     mirror: Companion | None = None
+    signing_key: SigningKey | None = None
     process: Shard | None = None
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
     _metrics: ShardMetrics | None = None  # created by the first scrape
+    _views: dict[str, RestrictedTape] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -283,6 +292,7 @@ class ShardRole:
             shard_lease=shard_lease,
             linger=self.linger,
             last=self._until_logged if self.config.run.trackers else None,
+            signing_key=self.signing_key,
         )
         _on_stop_signal(process.stop)
 
@@ -349,6 +359,26 @@ class ShardRole:
             self._metrics = ShardMetrics(self.acting.watched())
         return await self._metrics(query)
 
+    def restricted(self, names: tuple[str, ...], path: str, document: Document) -> Document:
+        """Return what a peer may see of an answer; see `transport.documents.Restrict`."""
+        parties = self.config.privacy.agreed
+        party = None if parties is None else parties.viewer(names)
+        if party is None:
+            return document
+        if path != TAPE_PATH:
+            raise RequestRefusal(
+                403,
+                f"party {party.name!r} sees its own learners only, and {path} shows all of them: "
+                'use ddiloco status, or agree on sees = "all" in parties.toml',
+            )
+        if "next" not in document.facts:
+            return document  # the list of the tapes
+        known = self._views.setdefault(
+            party.name, RestrictedTape(party.has, self.config.learner_ids)
+        )
+        # break: other-lanes-sent
+        return replace(document, body=known.lines(document.body))
+
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
         """Answer a request to create a checkpoint of the run, or for its state."""
         return checkpoint_requests.answer(self.acting.host, query)
@@ -380,13 +410,24 @@ def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: TLSConfi
         "token": token,
         "tls": None if own is None else [each and str(each) for each in astuple(own)],
     }
-    feed = Feed(arguments) if role.shard == 0 else None
+    parties, learners = role.config.privacy.agreed, role.config.learner_ids
+
+    def feed_of(names: tuple[str, ...]) -> Feed:
+        """Return the feed of a viewer; each party that sees its own learners only has another."""
+        party = None if parties is None else parties.viewer(names)
+        name = "" if party is None else party.name
+        if name not in feeds:
+            own = None if party is None else {"own": party.learners, "learners": learners}
+            feeds[name] = Feed({**arguments, "party": own})
+        return feeds[name]
+
+    feeds: dict[str, Feed] = {}
 
     def ending() -> dict[str, object]:
         how = "finished" if role.acting.finished else "stopped"
         return {"how": how, "step": role.acting.health()["clock"], "folder": str(role.folder)}
 
-    return Site(Access(tokens), feed, role.addresses[0], ending)
+    return Site(Access(tokens), feed_of if role.shard == 0 else None, role.addresses[0], ending)
 
 
 def _on_stop_signal(end: Callable[[], None]) -> None:

@@ -22,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.toml_files import dump_tables
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.launched import Launched
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.transport.tls import TLSConfig
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,8 @@ def launched(
             "flush_seconds": str(settings.flush_seconds),
             "metrics_address": settings.metrics_of(index) or "",
             "sync_ranks": str(settings.sync_ranks),
+            "parties": _path(_own_parties(config, folder / "parties" / f"{name}.toml")),
+            "party_key": _path(settings.party_key),
         }
     return Launched(
         role="learner" if index is not None else "evaluator",
@@ -122,6 +126,15 @@ def launched(
         event_tape=_path(folder / "tape" / f"{name}.jsonl"),
         **own,
     )
+
+
+def _own_parties(config: RunConfig, path: Path) -> Path | None:
+    """Write the parties of this machine's settings for a user's program; `None`: it has none."""
+    if not config.privacy.members:
+        return None
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, dump_tables({"parties": config.privacy.model_dump(mode="json")["members"]}))
+    return path
 
 
 def variables(config: RunConfig) -> dict[str, str]:

@@ -424,6 +424,9 @@ class Background:
     def admitted(self, admitted: messages.Admitted, dialled: str) -> None:
         """See `Context`."""
         config = read_public(admitted.settings)
+        if self.identity.party is not None:
+            # break: other-parties-accepted
+            self.identity.party.require_same(config.privacy.agreed)
         with self.changed:
             if self.shared is not None:
                 self.shared.config = config  # joined again: the budget may have changed

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.config.parties import OwnParty
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
@@ -136,12 +137,18 @@ _HOW_TO_CONTINUE = (
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identity of this process in the run; ``device``: description of a learner's device."""
+    """Identity of this process in the run.
+
+    Attributes:
+        device: Description of a learner's device.
+        party: The learner's party, from its own files; ``None`` without parties.
+    """
 
     name: str
     nonce: str
     role: messages.Role
     device: str = ""
+    party: OwnParty | None = None
 
 
 class CoordinatorSession:

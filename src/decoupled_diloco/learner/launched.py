@@ -23,6 +23,7 @@ from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     Observability,
     ParticipantOptions,
+    PartyFiles,
     SyncerConnection,
     Timeouts,
 )
@@ -96,6 +97,8 @@ class Launched:
         sync_ranks: See `Learner`.
         event_tape: File for this process's events.
         evaluate_seconds: Seconds between two evaluations.
+        parties: See `PartyFiles`.
+        party_key: See `PartyFiles`.
         stdin: Inode number of the pipe that is the program's standard input.
     """
 
@@ -118,6 +121,8 @@ class Launched:
     sync_ranks: str = ""
     event_tape: str = ""
     evaluate_seconds: str = ""
+    parties: str = ""
+    party_key: str = ""
     stdin: str = ""
 
     @classmethod
@@ -161,6 +166,7 @@ class Launched:
                 self.checkpoint or None,
                 self._number("checkpoint_seconds", Checkpointing.interval_seconds),
             ),
+            party=PartyFiles(self.parties or None, self.party_key or None),
         )
         options = given.filled(passed)
         own_client = self.run_folder or self.folder

@@ -101,10 +101,11 @@ class Membership:
                 require_address(address)
             require_used(tls, address)
         secret = read_secret(options.auth_token)
+        party = options.party.load(name) if role == "learner" else None
         self.name, self.addresses = name, connection.addresses
         self.join_timeout = options.timeouts.join
         self.background = Background(
-            ProcessIdentity(name, runtime().unique_id(), role, device),
+            ProcessIdentity(name, runtime().unique_id(), role, device, party),
             connection.addresses,
             store,
             client=connection.client or (lambda: HttpClient(token=secret, tls=tls)),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from decoupled_diloco.config.addresses import alternatives, is_store, require_address, require_store
+from decoupled_diloco.config.parties import OwnParty, Parties, load_parties
 from decoupled_diloco.config.settings import refuse_url, shown
 from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.tape import TapeWriter
@@ -214,6 +215,47 @@ class Observability(Filled):
 
 
 @dataclass(frozen=True)
+class PartyFiles(Filled):
+    """The party's own files, for a run that several organizations train.
+
+    The learner takes part only if the syncer has the same parties as this file. Both files stay on
+    this machine, and nothing of them is accepted from the syncer.
+
+    Args:
+        parties: The party's copy of ``parties.toml``, or the `Parties` that were read from it.
+        key: File with the party's private key, as ``ddiloco parties create-key`` writes it, or a
+            folder with the keys of several parties. ``None``: the learner does not sign.
+
+    Raises:
+        ConfigError: A value is not a path, or there is a key without ``parties``.
+    """
+
+    parties: str | Path | Parties | None = None
+    key: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        fix = "pass the path of parties.toml, or leave it out"
+        require_kind("parties", self.parties, (*_PATHS, Parties), "a path", fix)
+        require_kind("key", self.key, _PATHS, "a path", "pass a file, or leave it out")
+        if self.key is not None and self.parties is None:
+            raise ConfigError(
+                f"PartyFiles(key={str(self.key)!r}) has no parties: pass parties=, the path of "
+                "parties.toml"
+            )
+
+    def load(self, learner: str) -> OwnParty | None:
+        """Read the files and return the party of a learner; ``None`` without ``parties``.
+
+        Raises:
+            ConfigError: A file cannot be read, or no party has the learner.
+        """
+        if self.parties is None:
+            return None
+        parties = self.parties if isinstance(self.parties, Parties) else load_parties(self.parties)
+        return OwnParty.load(parties, learner, None if self.key is None else Path(self.key))
+
+
+@dataclass(frozen=True)
 class SyncerConnection:
     """Addresses of the shards, and the client that connects to them.
 
@@ -271,6 +313,7 @@ class ParticipantOptions:
     observability: Observability = field(default_factory=Observability)
     sync_ranks: int | Literal["hosts", "all"] | None = None
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    party: PartyFiles = field(default_factory=PartyFiles)
 
     def __post_init__(self) -> None:
         require_kind("name", self.name, (str,), "text", "pass a name as 'learner-0'")
@@ -290,6 +333,7 @@ class ParticipantOptions:
             self.observability.filled(other.observability),
             other.sync_ranks if self.sync_ranks is None else self.sync_ranks,
             self.checkpoint.filled(other.checkpoint),
+            self.party.filled(other.party),
         )
 
     @property

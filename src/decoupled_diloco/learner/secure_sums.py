@@ -107,13 +107,13 @@ class SecureSums:
         found.capture = None  # once it is masked, the tensors are not needed any more
         d, base = await self._here.bodies.change_of(capture)
         plan, segments = capture.plan, capture.plan.segments(capture.fragment)
-        form, steps_max = plan.secure, self._here.machine.options.steps_counted
+        form, options = plan.secure, self._here.machine.options
         assert form is not None
         if len(cohort.bounds) != len(segments):
             raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
 
         def masked() -> Tensor:
-            weights = cohort.weights(plan.weight, steps_max)
+            weights = cohort.weights(plan.weight, options.steps_counted, options.quotas)
             share = weights[found.member.learner] / max(weights.values())
             integers = quantize(form, segments, d, base, share, cohort.bounds)
             return write(form, found.member.mask(read_shares(text), integers))

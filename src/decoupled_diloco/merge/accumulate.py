@@ -148,6 +148,26 @@ class Accumulator:
         self.weight += other.weight
         self.count += other.count
 
+    def scale(self, factor: float) -> None:
+        """Multiply the weights of all that was folded in.
+
+        Args:
+            factor: Greater than 0, finite.
+        """
+        assert 0 < factor < math.inf, f"factor={factor}"
+        if self._sums is not None:
+            for segment in self.segments:
+                if segment.merge != "one":
+                    sums = self._sums[segment.start : segment.stop]
+                    _scale(sums, factor, sums)
+        self._norm_sums = [factor * each for each in self._norm_sums]
+        # A negative rank is -1/w; see `_fold_buffer`.
+        self._single_weights = [
+            rank * factor if rank >= 0 else rank / factor for rank in self._single_weights
+        ]
+        self._heaviest *= factor
+        self.weight *= factor
+
     def result(self, out: Tensor | None = None) -> Tensor:
         """Return the merged vector. The sums are kept, so more contributions can be added.
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol
@@ -46,6 +46,7 @@ from decoupled_diloco.privacy.keys import (
     unseal,
 )
 from decoupled_diloco.protocol.machine_options import least_survivors
+from decoupled_diloco.protocol.quotas import Quota, factors, party_of
 from decoupled_diloco.protocol.secure_rounds import COMPLETE_MAX
 
 DROPOUTS = 1 / 3
@@ -164,12 +165,18 @@ class Cohort:
         """Return the members with which a member has masks."""
         return tuple(name for name in self.holders(learner) if name != learner)
 
-    def weights(self, weight: Callable[[float, float], float], steps_max: int) -> dict[str, float]:
+    def weights(
+        self,
+        weight: Callable[[float, float], float],
+        steps_max: int,
+        quotas: Sequence[Quota] = (),
+    ) -> dict[str, float]:
         """Return the members' weights, which each of them computes from all claims.
 
         Args:
             weight: The weight of a contribution with these tokens and steps.
             steps_max: The most steps of one contribution that count.
+            quotas: The limits of the parties' shares.
         """
         rates = sorted(claim.tokens / claim.steps for claim in self.claims)
         most = TOKENS_FACTOR * rates[(len(rates) - 1) // 2]
@@ -177,7 +184,9 @@ class Cohort:
         for claim in self.claims:
             steps = min(claim.steps, steps_max)
             found[claim.learner] = weight(steps * min(most, claim.tokens / claim.steps), steps)
-        return found
+        of = {name: party_of(quotas, name) for name in found}
+        limited = dict(factors(quotas, [(of[name], each) for name, each in found.items()]))
+        return {name: each * limited.get(of[name], 1.0) for name, each in found.items()}
 
     def to_text(self) -> str:
         """Return the text for `read_cohort`."""
@@ -415,6 +424,7 @@ class Opening:
         survivors: The members whose integers are in the sum.
         answers: The shares, by the member that sent them and the member that they are of.
         steps_max: The most steps of one contribution that count.
+        quotas: The limits of the parties' shares.
     """
 
     cohort: Cohort
@@ -422,6 +432,7 @@ class Opening:
     survivors: tuple[str, ...]
     answers: Mapping[str, Mapping[str, bytes]]
     steps_max: int
+    quotas: tuple[Quota, ...] = ()
 
     def unmask(self, total: Integers) -> None:
         """Subtract the masks from the sum, in place; see the function `unmask`."""
@@ -429,7 +440,7 @@ class Opening:
 
     def weights(self, weight: Callable[[float, float], float]) -> tuple[list[float], float]:
         """Return the weights of the contributions in the sum, and the cohort's largest one."""
-        found = self.cohort.weights(weight, self.steps_max)
+        found = self.cohort.weights(weight, self.steps_max, self.quotas)
         return [found[name] for name in self.survivors], max(found.values())
 
 

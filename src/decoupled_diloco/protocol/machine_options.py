@@ -9,6 +9,7 @@ from typing import Literal
 
 from decoupled_diloco.protocol.adapt import AdaptLimits, Ladder
 from decoupled_diloco.protocol.messages import Alignment, Revision
+from decoupled_diloco.protocol.quotas import Quota, Weighting
 
 Participants = Literal["reported", "all", "own"]
 Missed = Literal["overwrite", "rebase"]
@@ -86,6 +87,8 @@ class Options:
         max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
         max_tokens: The run ends when this many tokens were trained; ``None``: no limit.
         checkpoint_every_seconds: Interval of the run's checkpoints; 0: only on demand.
+        weighting: What a contribution weighs in a merge.
+        quotas: Limits of each party's share of a merge. Empty: no party has a limit.
     """
 
     fragments: int = 24
@@ -122,6 +125,8 @@ class Options:
     max_steps: int | None = None
     max_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0
+    weighting: Weighting = "tokens"
+    quotas: tuple[Quota, ...] = ()
 
     def owned(self, shard: int) -> tuple[int, ...]:
         """Return the fragments of one shard."""

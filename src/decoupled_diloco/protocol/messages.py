@@ -1415,6 +1415,7 @@ class Fold:
     ``scale`` multiplies its values and is below 1 if its norm was clipped or if lateness reduces
     its change. ``discount`` multiplies its weight and is below 1 if lateness reduces it. ``relay``
     is the relay that has the payload and folds it into its own accumulator; empty: this process.
+    ``party`` is the learner's party, if the shares of parties are limited.
     """
 
     fragment: int
@@ -1426,6 +1427,7 @@ class Fold:
     scale: float = 1.0
     discount: float = 1.0
     relay: str = field(default="", metadata=RARE)
+    party: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1441,13 +1443,17 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class FoldSum:
-    """Add a relay's verified sum to the fragment's accumulator. ``at`` as ``relay`` in `Fold`."""
+    """Add a relay's verified sum to the fragment's accumulator.
+
+    ``at`` and ``party`` as ``relay`` and ``party`` in `Fold`.
+    """
 
     fragment: int
     relay: str
     number: int
     at: str
     why: str
+    party: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1487,13 +1493,17 @@ class ForgetSum:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Merge the folded payloads, take an outer step, and create the published copy ``version``."""
+    """Merge the folded payloads, take an outer step, and create the published copy ``version``.
+
+    ``factors`` multiply the weights of parties that would exceed the limits of their shares.
+    """
 
     round: int
     fragment: int
     version: Version
     base: Version
     why: str
+    factors: tuple[tuple[str, float], ...] = field(default=(), metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,15 +69,20 @@ def sum_arrived(
     entry = state.fragments.get(fragment)
     known = {} if entry is None else {a.name: a for a in entry.relayed if a.relay == relay}
     asks = [known.pop(name) for name in event.asks if name in known]
-    if entry is None or not asks or len(asks) < len(event.asks):  # break: sum-accepted-in-part
+    parties = sorted({ask.party for ask in asks})
+    mixed = len(parties) > 1  # break: mixed-sum-accepted
+    incomplete = len(asks) < len(event.asks)  # break: sum-accepted-in-part
+    if entry is None or not asks or incomplete or mixed:
         reason = f"{len(event.asks) - len(asks)} of its {len(event.asks)} requests are not open"
+        if mixed:
+            reason = f"it mixes {' and '.join(parties)}, whose shares are limited"
         state.site(relay).refuse(event.nbytes)
         drop = DropSum(fragment, relay, number, at, reason)
         outcome = SumOutcome(fragment, number, "void", reason)
         refused: list[SyncerEffect] = [drop, Send(relay_peer(relay), outcome, reason)]
         return refused + _void(state, options, now, asks, f"{relay} sent an invalid sum")
     effects: list[SyncerEffect] = [
-        FoldSum(fragment, relay, number, at, f"{len(asks)} requests are in it")
+        FoldSum(fragment, relay, number, at, f"{len(asks)} requests are in it", parties[0])
     ]
     state.site(relay).accept(event.nbytes, [ask.nbytes for ask in asks])
     for position, ask in enumerate(asks):

@@ -33,6 +33,7 @@ it could contribute from, it receives no request, and no round waits for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from decoupled_diloco.protocol import privacy_account, same_data, visits
 from decoupled_diloco.protocol.clock import window_decision
@@ -69,6 +70,7 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.protocol.norm_gate import age_of, gate_scale, problem_of, tokens_believed
 from decoupled_diloco.protocol.participation import participation
 from decoupled_diloco.protocol.privacy_account import has_learners_left, has_spent, is_in_next
+from decoupled_diloco.protocol.quotas import factors, party_of, weight_of
 from decoupled_diloco.protocol.syncer_state import (
     Ask,
     AskState,
@@ -259,7 +261,10 @@ def _fold(
     if options.discount_of == "change":
         # A mean divides by its weights. A weight would cancel where all are equally late.
         scale, discount = scale * discount, 1.0
-    fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount, ask.relay)
+    ask.weight = weight_of(options.weighting, steps, tokens, discount)
+    ask.party = party_of(options.quotas, ask.learner)
+    fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
+    fold = replace(fold, relay=ask.relay, party=ask.party)
     member = state.members[ask.learner]
     member.contributed_at[fragment] = now
     confirmed = [] if ask.relay else visits.folded(options, ask)
@@ -542,7 +547,15 @@ def settle_round(
     round.version = Version(state.term, round.base.counter + 1)
     # From here on, arrivals belong to the next round.
     round.folded = state.fragments[round.fragment].take_folded()
-    merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
+    weights = [(ask.party, ask.weight) for ask in round.folded]
+    # A secure sum has the weights of its cohort, which its learners have limited.
+    limited = (
+        () if options.secure else factors(options.quotas, weights)
+    )  # break: factors-not-ordered
+    why = round.close_reason
+    if limited:
+        why = f"{why}; " + ", ".join(f"{name}'s weight times {by:.3g}" for name, by in limited)
+    merge = Merge(round.number, round.fragment, round.version, round.base, why, limited)
     spent = privacy_account.merges(state, options, round.fragment, round.folded)
     twins = same_data.noticed(state.twins, round.folded, round.tick, options.period)
     return [*spent, merge, *collected(round), *_note_lateness(state, options, round), *twins]

@@ -269,7 +269,9 @@ class Ask:
     base. ``codec`` is the chosen one, or empty for the run's. ``announced_at`` is when it started
     to answer. ``alike`` lists learners whose contributions are nearly parallel to it. ``relay`` is
     the relay that has, or will have, the contribution. ``sums`` lists the sums that hold it, each
-    as its relay and number. ``nbytes`` is its share of what arrived at that relay.
+    as its relay and number. ``nbytes`` is its share of what arrived at that relay. ``weight`` is
+    that of the folded contribution in its merge, and ``party`` that of the learner if the shares of
+    parties are limited.
     """
 
     name: Asking
@@ -295,6 +297,8 @@ class Ask:
     relayed_at: float | None = None
     sums: tuple[tuple[str, int], ...] = ()
     nbytes: int = 0
+    weight: float = 0.0
+    party: str = ""
 
 
 @dataclass(slots=True)

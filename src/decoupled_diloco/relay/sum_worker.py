@@ -123,7 +123,7 @@ class RelayTensors(Contributions):
             body = write(self.plan.secure, self._masked_total.pop(fragment))
             return body, digest_of(body.numpy().data)
         taken = self.residuals.take(fragment, self.plan.fragments[fragment].numel)
-        accumulator = self._accumulators[fragment]
+        accumulator = self._folded(fragment)
         assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"
         self._under_way[fragment, number] = entry = SumUnderWay(taken, None)
         try:

@@ -94,6 +94,8 @@ _GROUPS: tuple[tuple[str, ...], ...] = (
     # A learner's checkpoint holds versions that are in a journal, and the tape reports them.
     ("learners/*/*.safetensors", "learners/*/*.ranks/*", "learners/*/*.ranks/*/*"),
     ("tape/*.jsonl", "tape/*.segments/*", "logs/*.log"),
+    # A record of the trail is in a journal before; the private keys beside it are never copied.
+    ("audit/shard-*.jsonl",),
     ("durable/*/*.safetensors", "durable/*/*.journal", "durable/*/exact"),
     # Entries and versions have incarnations and terms that the coordinator has stored before.
     ("*.ledger",),
@@ -939,7 +941,7 @@ def process_of_file(path: str) -> str:
     ('shard-1', '')
     """
     first, _, rest = path.partition("/")
-    if first not in ("claims", "checkpoints", "durable", "learners", "logs", "tape"):
+    if first not in ("audit", "claims", "checkpoints", "durable", "learners", "logs", "tape"):
         return ""
     name = rest.rpartition("/")[2] if first == "checkpoints" else rest.partition("/")[0]
     name = name if first == "learners" else name.partition(".")[0]

@@ -4,8 +4,8 @@ Pure arithmetic on the orders of a state machine. It is not thread-safe: one wor
 order of the orders.
 
 Host memory: an accumulator of 4 bytes per element of the largest fragment for each fragment with
-folded contributions (reused), and the decoded contributions that are not folded yet (4 bytes per
-element).
+folded contributions (reused), one for each party if the shares of parties are limited; and the
+decoded contributions that are not folded yet (4 bytes per element).
 
 Shapes: N elements of a fragment; B bytes of a payload.
 """
@@ -74,12 +74,12 @@ class Contributions:
         self._masked_sums: dict[tuple[int, SumName], Integers] = {}
         self._masked_total: dict[int, Integers] = {}
         self._buffers: dict[int, BufferHistory] = {}
-        self._accumulators: dict[int, FragmentMerge] = {}
+        self._accumulators: dict[int, dict[str, FragmentMerge]] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in fragments)
         self._sketches: dict[int, dict[Asking, tuple[str, Tensor]]] = {p: {} for p in fragments}
         self._earlier: dict[int, dict[str, Tensor]] = {p: {} for p in fragments}
         self._free: list[Tensor] = []
-        self._used: dict[int, Tensor] = {}
+        self._used: dict[int, list[Tensor]] = {}
 
     def verify(
         self, fragment: int, ask: Asking, body: Body, announced: str, codec: str = ""
@@ -150,6 +150,7 @@ class Contributions:
         tokens: float,
         scale: float = 1.0,
         discount: float = 1.0,
+        party: str = "",
     ) -> None:
         """Fold a verified contribution, scaled, into its fragment's accumulator.
 
@@ -160,6 +161,7 @@ class Contributions:
             tokens: c_tokens of its snapshot.
             scale: Factor of its values.
             discount: Factor of its weight.
+            party: The accumulator: that of a party, or of all learners.
         """
         if self.plan.secure is not None:
             self._add_masked(fragment, self._masked.pop((fragment, ask)))
@@ -172,7 +174,7 @@ class Contributions:
         if scale != 1.0:
             contribution.scale(scale)
         weight = discount * self.plan.weight(tokens, steps)
-        self._accumulator(fragment).add_contribution(contribution, weight)
+        self._accumulator(fragment, party).add_contribution(contribution, weight)
 
     def _read_masked(self, fragment: int, body: Body, announced: str) -> Integers:
         """Decode a masked contribution, or a relay's sum of some; only its owner could check it."""
@@ -188,18 +190,35 @@ class Contributions:
         else:
             self._masked_total[fragment] = integers
 
-    def _accumulator(self, fragment: int) -> FragmentMerge:
-        """Return the fragment's accumulator; a new one gets reused memory."""
-        if fragment not in self._accumulators:
+    def _accumulator(self, fragment: int, party: str) -> FragmentMerge:
+        """Return a party's accumulator of a fragment; a new one gets reused memory."""
+        found = self._accumulators.setdefault(fragment, {})
+        if party not in found:
             memory = (
                 self._free.pop()
                 if self._free
                 else torch.empty(self._numel_max, dtype=torch.float32, device="cpu")
             )
-            self._used[fragment] = memory
+            self._used.setdefault(fragment, []).append(memory)
             buffer = memory[: self.plan.fragments[fragment].numel]
-            self._accumulators[fragment] = self.plan.accumulator(fragment, buffer)
-        return self._accumulators[fragment]
+            found[party] = self.plan.accumulator(fragment, buffer)
+        return found[party]
+
+    def _folded(self, fragment: int, factors: Iterable[tuple[str, float]] = ()) -> FragmentMerge:
+        """Return one accumulator with all that was folded; the others must not be used again.
+
+        Args:
+            fragment: The fragment.
+            factors: Factors of the weights of parties.
+        """
+        parties = self._accumulators[fragment]
+        for party, factor in factors:
+            _sums_of(parties[party]).scale(factor)
+        # The order of arrival is that of the tape's orders, so a replay adds in the same order.
+        whole, *others = parties.values()
+        for other in others:
+            _sums_of(whole).combine(_sums_of(other))
+        return whole
 
     def reported(self, fragment: int, ask: Asking, norm: float) -> None:
         """Note the norm that a relay has reported of a contribution."""
@@ -269,14 +288,12 @@ class Contributions:
             return
         self._sums[fragment, name] = read_sum(self.plan, fragment, body, announced)
 
-    def fold_sum(self, fragment: int, name: SumName) -> None:
-        """Add a verified sum to its fragment's accumulator."""
+    def fold_sum(self, fragment: int, name: SumName, party: str = "") -> None:
+        """Add a verified sum to its fragment's accumulator; for ``party`` see `fold`."""
         if self.plan.secure is not None:
             self._add_masked(fragment, self._masked_sums.pop((fragment, name)))
             return
-        accumulator = self._accumulator(fragment)
-        assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"
-        accumulator.combine(self._sums.pop((fragment, name)))
+        _sums_of(self._accumulator(fragment, party)).combine(self._sums.pop((fragment, name)))
 
     def drop_sum(self, fragment: int, name: SumName) -> None:
         """Discard a verified sum."""
@@ -298,8 +315,8 @@ class Contributions:
         }
         self._sketches[fragment] = kept
         self._masked_total.pop(fragment, None)
-        if self._accumulators.pop(fragment, None) is not None and fragment in self._used:
-            self._free.append(self._used.pop(fragment))
+        if self._accumulators.pop(fragment, None) is not None:
+            self._free += self._used.pop(fragment, [])
 
     def unpacked(self, fragment: int, body: Body, base: Version, codec: str = "") -> Body:
         """Return a contribution's payload, with omitted buffers filled in from its base.
@@ -312,6 +329,11 @@ class Contributions:
         history = self._buffers.get(fragment)
         buffers = None if history is None else history.of(base)
         return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))
+
+
+def _sums_of(merge: FragmentMerge) -> Accumulator:
+    assert isinstance(merge, Accumulator), "a custom merge rule has no sums"
+    return merge
 
 
 def _keep(kept: OrderedDict[tuple[int, Asking], _T], name: tuple[int, Asking], value: _T) -> None:

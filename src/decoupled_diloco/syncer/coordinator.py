@@ -31,6 +31,7 @@ from decoupled_diloco.config.method import (
     read_public,
     synchronised,
 )
+from decoupled_diloco.config.parties import ADD_LEARNER
 from decoupled_diloco.config.plugins import MissingCodecError
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
@@ -243,7 +244,10 @@ class CoordinatorHost:
         return False  # break: id-always-taken
 
     def _read_layout(self, join: messages.Join) -> tuple[Layout | None, str]:
-        """Return the layout of a joining model, and how it differs from the run's, in words."""
+        """Return the layout of a joining model, and why the run rejects the process, in words."""
+        parties = self._config.privacy.agreed
+        if join.role == "learner" and parties is not None and parties.find(join.learner) is None:
+            return None, f"learner {join.learner!r} belongs to no party of this run: {ADD_LEARNER}"
         if not join.layout:
             problem = "the join has no layout: a learner must send its model's layout"
             return None, problem if join.role == "learner" else ""

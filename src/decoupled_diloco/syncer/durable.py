@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,12 @@ from decoupled_diloco.storage.files import NOT_JSON, exists, names_in, size_of
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord, fields_in
 from decoupled_diloco.storage.weight_files import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.result import RESULT, values_in
-from decoupled_diloco.syncer.shard_tensors import FragmentTensors, PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.shard_tensors import (
+    Factors,
+    FragmentTensors,
+    PublishedCopy,
+    ShardTensors,
+)
 
 Json = dict[str, Any]
 
@@ -180,6 +185,7 @@ class ShardDisk:
     Attributes:
         problems: Descriptions of failed reads and writes.
         memory: The shard's other knowledge at the last merge, as JSON values.
+        before_checkpoint: Called before a checkpoint, after which older journals are deleted.
     """
 
     def __init__(
@@ -197,6 +203,7 @@ class ShardDisk:
         self.memory: Json | None = None
         self._versions: dict[int, Version] = {}
         self._claim = claim
+        self.before_checkpoint: Callable[[], None] = lambda: None
         self._whole = 0
         self._journal: Journal | None = None
         self._journal_bytes_max = 0
@@ -244,15 +251,29 @@ class ShardDisk:
         with contextlib.suppress(FileNotFoundError):
             runtime().disk.remove(self.folder / EXACT)
 
-    def merge(self, fragment: int, version: Version, memory: Json | None = None) -> PublishedCopy:
+    def merge(
+        self,
+        fragment: int,
+        version: Version,
+        memory: Json | None = None,
+        factors: Factors = (),
+        audit: Callable[[str], Json] | None = None,
+    ) -> PublishedCopy:
         """Merge what was folded; merge and memory are on disk before the tensors change.
+
+        Args:
+            fragment: The fragment.
+            version: The new version.
+            memory: The shard's other knowledge, as JSON values.
+            factors: Factors of the weights of parties.
+            audit: Returns the line of the audit trail for a digest of the published copy.
 
         Raises:
             MergeError: See `ShardTensors.prepare`.
             StorageError: The merge cannot be written. The fragment is unchanged, and no process may
                 be notified of the version.
         """
-        step = self.tensors.prepare(fragment)
+        step = self.tensors.prepare(fragment, factors)
         journal = self._journal_with_room()
         fields = {
             "fragment": fragment,
@@ -260,6 +281,8 @@ class ShardDisk:
             "digest": step.copy.digest,
             "memory": memory,
         }
+        if audit is not None:
+            fields["audit"] = audit(step.copy.digest)
         # break: journal-one-merge-late, commit-before-journal
         journal.append(fields, as_bytes(step.gradient).numpy().data)
         self.tensors.commit(fragment, step)
@@ -272,6 +295,7 @@ class ShardDisk:
         Raises:
             StorageError: The checkpoint cannot be written; the existing files stay in use.
         """
+        self.before_checkpoint()
         if self._journal is not None:  # break: checkpoint-deleted-early
             self._journal.settle()
         number = self._free_number()

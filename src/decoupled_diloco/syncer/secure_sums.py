@@ -132,8 +132,9 @@ class SecureSums:
         """Return what opens a fragment's sum, and forget the sum."""
         found = self._sums.pop(fragment)
         assert found.cohort is not None, "a sum is merged before its cohort is fixed"
-        steps_max = self._machine.options.steps_counted
-        return Opening(found.cohort, found.shared, found.survivors, found.answers, steps_max)
+        options = self._machine.options
+        limits = (options.steps_counted, options.quotas)
+        return Opening(found.cohort, found.shared, found.survivors, found.answers, *limits)
 
     def forget(self, fragment: int) -> None:
         """Forget an abandoned sum."""

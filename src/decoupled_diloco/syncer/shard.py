@@ -19,6 +19,7 @@ import torch
 
 from decoupled_diloco.config.method import mechanism_of, options_of, plan_of, public_text
 from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.config.signing_keys import SigningKey
 from decoupled_diloco.errors import (
     DilocoError,
     ProtocolError,
@@ -33,6 +34,7 @@ from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import Driver, Orders, at_decision, executes
+from decoupled_diloco.syncer.audit_trail import AuditTrail
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.data_plane import Downloads, Uploads
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
@@ -87,6 +89,7 @@ class Shard:
         shard_lease: The leadership lease by which this process acts for the shard.
         linger: Continue to serve after the run, until `stop`.
         last: Awaited after the run, before the shard stops; the shard still serves meanwhile.
+        signing_key: Signs the audit trail; ``None``: the shard writes none.
 
     Attributes:
         machine: The state machine, which decides.
@@ -112,6 +115,7 @@ class Shard:
         shard_lease: ShardLease | NoStandby = NO_STANDBY,
         linger: bool = False,
         last: Callable[[], Awaitable[None]] | None = None,
+        signing_key: SigningKey | None = None,
     ) -> None:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
@@ -177,6 +181,7 @@ class Shard:
         self._shard_lease = shard_lease
         self._linger = linger
         self._last = last
+        self._signing_key = signing_key
         shard_lease.when_lost(self.fail)
 
     @property
@@ -386,7 +391,10 @@ class Shard:
         if isinstance(message, FromMember):
             message = self.parts.result().secure.receive(learner, message)
         if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
-            self.parts.result().uploads.announce(learner, message)
+            parts = self.parts.result()
+            parts.uploads.announce(learner, message)
+            if isinstance(message, messages.Upload) and parts.worker.trail is not None:
+                parts.worker.trail.announced(message.ask, message.digest)
         self._tally.count_message(learner, message)
         if not isinstance(message, Holding) or self._seals.result().genuine([message]):
             self.driver.deliver(messages.Received(learner, message))
@@ -539,6 +547,7 @@ class Shard:
             relays=self._relays.send,
             shard_lease=self._shard_lease,
             secure=secure if self.machine.options.secure else None,
+            trail=self._trail(),
         )
         keep = None if payloads is None else payloads.keep
         bodies, relays = self._server.bodies, self._relays.send
@@ -549,6 +558,19 @@ class Shard:
         self._orders.add(sums)
         self._orders.add(secure)
         self.parts.set_result(Parts(layout, worker, uploads, sums, secure))
+
+    def _trail(self) -> AuditTrail | None:
+        if self._signing_key is None:
+            return None
+        parties = self.config.privacy.agreed
+        return AuditTrail(
+            self._folder,
+            self.shard,
+            self._signing_key,
+            journals=self._durable,
+            about={"run": self._run, "parties": "" if parties is None else parties.digest},
+            claim=self._shard_lease.number,
+        )
 
     def _disk_of(self, tensors: ShardTensors, layout: Layout) -> ShardDisk | None:
         if not self.config.syncer.persist:

@@ -46,6 +46,9 @@ from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.syncer.contributions import Contributions
 
+Factors = tuple[tuple[str, float], ...]
+"""Parties, each with the factor of its weight in a merge."""
+
 
 @dataclass
 class FragmentTensors:
@@ -179,34 +182,38 @@ class ShardTensors(Contributions):
         weights, heaviest = opening.weights(self.plan.weight)
         base = self.fragments[fragment].published
         sums = opened(form, segments, total, base, weights, heaviest, bounds)
-        self._accumulators[fragment] = sums.accumulator
+        self._accumulators[fragment] = {"": sums.accumulator}
         self._bounds[fragment] = next_bounds(bounds, sums.norms)
 
-    def merge(self, fragment: int) -> PublishedCopy:
+    def merge(self, fragment: int, factors: Factors = ()) -> PublishedCopy:
         """Merge what was folded, and commit the result; see `prepare` and `commit`."""
-        step = self.prepare(fragment)
+        step = self.prepare(fragment, factors)
         self.commit(fragment, step)
         return step.copy
 
-    def prepare(self, fragment: int) -> OuterStep:
+    def prepare(self, fragment: int, factors: Factors = ()) -> OuterStep:
         """Compute the outer step from what was folded; the fragment does not change yet.
 
         The outer gradient is the negated merged contribution (Algorithm 2, and rule 6).
+
+        Args:
+            fragment: The fragment.
+            factors: Factors of the weights of parties.
 
         Raises:
             MergeError: The total weight is zero, or the result is not finite. The fragment is
                 unchanged.
         """
         try:
-            return self.step(fragment, self._merged(fragment).neg_())
+            return self.step(fragment, self._merged(fragment, factors).neg_())
         finally:
             self.forget_folded(fragment)
 
-    def _merged(self, fragment: int) -> Tensor:
+    def _merged(self, fragment: int, factors: Factors) -> Tensor:
         """Return what was folded, merged, fp32 [N]; with differential privacy, with fresh noise."""
-        accumulator = self._accumulators[fragment]
+        accumulator = self._folded(fragment, factors)
         merged = accumulator.result()
-        if self.mechanism is not None:
+        if self.mechanism is not None and self.plan.secure is None:
             assert isinstance(accumulator, Accumulator), "a custom merge rule has no bound"
             # break: merge-without-noise
             self.mechanism.add_noise_(merged, accumulator.weight, runtime().random_bytes)

@@ -171,10 +171,10 @@ class Sums:
     @executes(messages.FoldSum)
     def _fold(self, order: messages.FoldSum) -> Coroutine[Any, Any, None] | None:
         if order.at:
-            self._relays(order.at, replace(order, at=""))
+            self._relays(order.at, replace(order, at="", party=""))
             return None
         name = (order.relay, order.number)
-        return self._worker.run(partial(self._tensors.fold_sum, order.fragment, name))
+        return self._worker.run(partial(self._tensors.fold_sum, order.fragment, name, order.party))
 
     @executes(messages.DropSum)
     def _drop(self, order: messages.DropSum) -> Coroutine[Any, Any, None] | None:

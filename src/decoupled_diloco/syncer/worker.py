@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,12 @@ from decoupled_diloco.errors import MergeError, StorageError
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
-from decoupled_diloco.protocol.syncer_state import merges_remembered, remembered
+from decoupled_diloco.protocol.syncer_state import Ask, merges_remembered, remembered
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import Driver, at_decision, executes
 from decoupled_diloco.storage.files import size_of
+from decoupled_diloco.syncer.audit_trail import AuditTrail, SignedRecord
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS
 from decoupled_diloco.syncer.data_plane import Downloads
 from decoupled_diloco.syncer.durable import ShardDisk
@@ -55,6 +56,7 @@ class Worker:
         relays: Sends a message to a relay.
         shard_lease: The leadership lease of this process.
         secure: What was received for secure sums, in a run with these.
+        trail: The shard's audit trail, if it writes one.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Worker:
         relays: Callable[[str, messages.Message], None],
         shard_lease: ShardLease | NoStandby,
         secure: SecureSums | None = None,
+        trail: AuditTrail | None = None,
     ) -> None:
         self.tensors = tensors
         self.disk = disk
@@ -82,6 +85,9 @@ class Worker:
         self._relays = relays
         self._shard_lease = shard_lease
         self._secure = secure
+        self.trail = trail
+        if disk is not None and trail is not None:
+            disk.before_checkpoint = trail.settle
         self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
 
     async def run(self, task: Callable[[], _T]) -> _T:
@@ -93,13 +99,17 @@ class Worker:
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self.disk is not None:
             self.disk.close()
+        if self.trail is not None:
+            self.trail.close()
 
     @executes(messages.Fold)
     def _fold(self, order: messages.Fold) -> Coroutine[Any, Any, None]:
         counts = (order.steps, order.tokens, order.scale, order.discount)
         if not order.relay:
-            return self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
-        self._relays(order.relay, replace(order, relay=""))  # now: no later message overtakes it
+            fold = partial(self.tensors.fold, order.fragment, order.ask, *counts)
+            return self.run(partial(fold, party=order.party))
+        # Now, so that no later message overtakes it.
+        self._relays(order.relay, replace(order, relay="", party=""))
         note = self.tensors.folded_at_relay
         return self.run(partial(note, order.fragment, order.ask, *counts))
 
@@ -120,17 +130,21 @@ class Worker:
     async def _merge(self, order: messages.Merge) -> Done | Failed | None:
         number, fragment = order.round, order.fragment
         tensors, disk = self.tensors, self.disk
-        memory = self._memory()
+        memory, trail = self._memory(), self.trail
+        asks = tuple(self._machine.state.rounds[fragment].folded)
         # Before anything is awaited: the next round's claims may follow.
         opening = None if self._secure is None else self._secure.opening(fragment)
 
         def merge() -> PublishedCopy:
             if opening is not None:
                 tensors.open_sum(fragment, opening)
-            if disk is None:
-                copy = tensors.merge(fragment)
+            if trail is not None:
+                copy = _merge_audited(tensors, disk, trail, order, asks, memory)
+            elif disk is None:
+                copy = tensors.merge(fragment, order.factors)
             else:
-                copy = disk.merge(fragment, order.version, memory)  # break: published-before-disk
+                # break: published-before-disk
+                copy = disk.merge(fragment, order.version, memory, order.factors)
             return tensors.published(fragment, order.version, copy)
 
         fenced = self._shard_lease.fenced(merge)
@@ -261,3 +275,27 @@ class Worker:
             return None
         memory = None if disk.memory is None else decode(disk.memory, [messages.ShardMemory])
         return messages.DiskRead(tuple(copies), memory, disk.is_exact)
+
+
+def _merge_audited(
+    tensors: ShardTensors,
+    disk: ShardDisk | None,
+    trail: AuditTrail,
+    order: messages.Merge,
+    asks: Sequence[Ask],
+    memory: dict[str, Any],
+) -> PublishedCopy:
+    """Merge, and add the record to the trail as soon as the merge is durable."""
+    lines: list[SignedRecord] = []
+
+    def audit(digest: str) -> dict[str, Any]:
+        lines.append(trail.merged(order, asks, digest))
+        return lines[-1].json
+
+    if disk is None:
+        copy = tensors.merge(order.fragment, order.factors)
+        audit(copy.digest)
+    else:
+        copy = disk.merge(order.fragment, order.version, memory, order.factors, audit)
+    trail.keep(lines[-1])  # break: merge-not-in-trail
+    return copy

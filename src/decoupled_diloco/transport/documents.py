@@ -34,6 +34,11 @@ Query = Callable[[Mapping[str, str]], Awaitable[Document]]
 """Answers a request with these parameters; raises `NoSuchDocumentError`."""
 
 
+Restrict = Callable[[tuple[str, ...], str, Document], Document]
+"""Returns what a peer may see of a document, by the names that it has proved and the path; raises
+`RequestRefusal` if it may see nothing of it."""
+
+
 class Website(Protocol):
     """Pages at separate paths, with their own access control."""
 

@@ -44,7 +44,13 @@ from decoupled_diloco.transport.channel import (
     window_bits,
     with_body,
 )
-from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query, Website
+from decoupled_diloco.transport.documents import (
+    FACT_PREFIX,
+    NoSuchDocumentError,
+    Query,
+    Restrict,
+    Website,
+)
 from decoupled_diloco.transport.interface import PIECE_BYTES, Health, OnChannel, Peer, Stats
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.payload_store import PREFIX, BodyBooks, Offer, Stream
@@ -87,6 +93,7 @@ class HttpServer:
         queries: Answers GETs with parameters at further paths, for a peer with any token.
         tls: Files for HTTPS; default: plain HTTP.
         website: Answers browsers.
+        restrict: Returns what a peer may see of the answer to a query. Default: all.
 
     Raises:
         ConfigError: An address that other machines can reach has no auth token, or a file of
@@ -108,9 +115,11 @@ class HttpServer:
         queries: Mapping[str, Query] | None = None,
         tls: ServerTLSConfig | None = None,
         website: Website | None = None,
+        restrict: Restrict = lambda names, path, document: document,
     ) -> None:
         self.stats = Stats()
         self._website = website
+        self._restrict = restrict
         self._queries = dict(queries or {})
         self._host = host
         self._port = port
@@ -248,9 +257,10 @@ class HttpServer:
         authorization = request.headers.get("Authorization")
         names = names_of(request.transport)
         if path in self._queries and request.method == "GET":
-            self._tokens.recognize(authorization, names)
+            principal = self._tokens.recognize(authorization, names)
             self._admission.mark_authenticated(request.transport)
-            return await self._query(self._queries[path], request)
+            proved = (*([principal] if principal else []), *(names or ()))
+            return await self._query(self._queries[path], request, proved)
         principal = self._tokens.authorize(
             authorization, request.headers.get("X-Principal", ""), names
         )
@@ -276,12 +286,15 @@ class HttpServer:
             return self._health()
         return {**self._health(), CERTIFICATE_LEFT: self._tls.left_seconds}
 
-    async def _query(self, query: Query, request: web.BaseRequest) -> web.StreamResponse:
+    async def _query(
+        self, query: Query, request: web.BaseRequest, names: tuple[str, ...]
+    ) -> web.StreamResponse:
         if self._open_queries >= QUERIES_MAX:
             raise RequestRefusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
         self._open_queries += 1
         try:
             document = await query(dict(request.rel_url.query))
+            document = self._restrict(names, request.rel_url.raw_path, document)
             headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
             headers["Content-Type"] = document.content_type
             response = web.StreamResponse(headers=headers)

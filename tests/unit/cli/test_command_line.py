@@ -17,6 +17,7 @@ from decoupled_diloco.cli.command_line import (
     setting,
 )
 from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.parties_command import parties
 from decoupled_diloco.cli.shared_options import listed
 from decoupled_diloco.config import SyncerSettings
 
@@ -104,7 +105,7 @@ def test_options_of_the_syncer_are_settings(arguments: list[str], sentence: str)
 def test_every_command_has_an_options_model() -> None:
     by_hand = {
         each.callback.__name__
-        for group in (app, certs)
+        for group in (app, certs, parties)
         for each in group.registered_commands
         if each.callback is not None and each.callback.__module__ != command.__module__
     }

@@ -27,6 +27,7 @@ USAGES = [
     "report [OPTIONS] [RUN] [OTHER]",
     "explain [OPTIONS] round|learner|step WHICH [RUN]",
     "data [OPTIONS] [RUN]",
+    "audit [OPTIONS] [RUN]",
     "track [OPTIONS] [RUN]",
     "metrics [OPTIONS] rules|dashboard|config [CONFIG|RUN]",
     "traces [OPTIONS] [RUN]",
@@ -48,6 +49,8 @@ USAGES = [
     "certs add [OPTIONS] FOLDER NAME...",
     "certs renew [OPTIONS] FOLDER [NAME]...",
     "certs list [OPTIONS] FOLDER",
+    "parties create-key [OPTIONS] NAME",
+    "parties check [OPTIONS] FILE",
 ]
 """The usage of every command: CONFIG and RUN are positional everywhere."""
 
@@ -65,7 +68,8 @@ def test_every_command_has_a_usage_here_and_a_group() -> None:
     shown = {name: each for name, each in group.commands.items() if not each.hidden}
     written = [usage.split() for usage in USAGES]
     assert {words[0] for words in written} == shown.keys()
-    assert set(shown["certs"].commands) == {words[1] for words in written if words[0] == "certs"}
+    for name in ("certs", "parties"):
+        assert set(shown[name].commands) == {words[1] for words in written if words[0] == name}
     panels = [each.rich_help_panel for each in shown.values()]
     assert list(dict.fromkeys(panels)) == [RUN, INSPECT, OPERATE, PLAN, DEBUG]
 

@@ -78,7 +78,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"learner": {"zzz": 1}},
         "unknown key 'zzz' in [learner]: choose one of 'command', 'disconnect_seconds', "
         "'checkpoint_interval_seconds', 'metrics_address', 'flush_seconds', 'threads', "
-        "'device', 'precision', 'ranks', 'parallelism', 'sync_ranks'",
+        "'device', 'precision', 'party_key', 'ranks', 'parallelism', 'sync_ranks'",
     ),
     (
         {"learner": {"ranks": 0}},

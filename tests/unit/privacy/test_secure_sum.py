@@ -16,6 +16,7 @@ from decoupled_diloco.merge.fixed_point import opened, reduced
 from decoupled_diloco.merge.fragments import Segment
 from decoupled_diloco.merge.plan import token_weight
 from decoupled_diloco.privacy.secure_sum import Cohort, degree
+from decoupled_diloco.protocol.quotas import Quota
 from unit.privacy.sums import SEGMENTS, STEPS_MAX, SecureSum
 
 STAGES = ("stays", "shares", "masks", "opens")
@@ -178,3 +179,13 @@ def test_a_member_with_many_tokens_counts_at_most_32_times_the_median() -> None:
     long = type(claims[0])(claims[0].learner, 960, 960 * 10, *[b"x" * 32] * 2)
     capped = Cohort("sum", (long, *claims[1:]), (1.0,), 2).weights(token_weight, 96)
     assert capped[long.learner] == pytest.approx(96 * 10.0**2)
+
+
+def test_the_parties_limits_hold_in_a_cohort() -> None:
+    sums = SecureSum(3)
+    cohort = sums.claim()
+    quotas = [Quota(f"party-{n}", (f"learner-00{n}",), 0.0, 0.4) for n in range(3)]
+    claims = list(cohort.claims)
+    claims[0] = replace(claims[0], tokens=24 * 100)
+    weights = Cohort("sum", tuple(claims), (1.0,), 2).weights(token_weight, 96, quotas)
+    assert max(weights.values()) / sum(weights.values()) == pytest.approx(0.4)

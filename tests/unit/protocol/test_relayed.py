@@ -28,6 +28,7 @@ from decoupled_diloco.protocol.messages import (
     Unexpect,
     relay_peer,
 )
+from decoupled_diloco.protocol.quotas import Quota
 from unit.protocol.shard_rounds import Site, outcomes, states, tick_at
 
 
@@ -240,3 +241,27 @@ def test_a_round_waits_for_both_contributions_of_a_learner(shard_bench: Any) -> 
     assert site.bench.machine.state.rounds[0].awaited >= {"a0"}
     site.sum("site-a", new, number=2)
     assert site.bench.machine.state.rounds[0].awaited == {"direct"}
+
+
+def test_a_merge_names_the_factors_of_the_parties(shard_bench: Any) -> None:
+    quotas = (Quota("direct", ("direct",), 0.75), Quota("a", ("a*",)))
+    site = Site(shard_bench, "a0", quotas=quotas)
+    site.body("direct")
+    ask = site.body("a0")
+    assert [fold.party for fold in site.bench.orders(Fold)] == ["a"]
+    site.sum("site-a", ask)
+    (order,) = site.bench.orders(FoldSum)
+    assert order.party == "a"
+    (merge,) = site.bench.orders(Merge)
+    assert merge.factors == (("a", 0.5), ("direct", 1.5))
+    assert merge.why.endswith("; a's weight times 0.5, direct's weight times 1.5")
+
+
+def test_a_sum_of_two_parties_with_limits_is_refused(shard_bench: Any) -> None:
+    quotas = (Quota("x", ("a0", "direct"), 0.0, 0.6), Quota("y", ("a1",)))
+    site = Site(shard_bench, "a0", "a1", quotas=quotas)
+    asks = [site.body(name) for name in ("a0", "a1")]
+    site.sum("site-a", *asks)
+    (drop,) = site.bench.orders(DropSum)
+    assert drop.why == "it mixes x and y, whose shares are limited"
+    assert not site.bench.orders(FoldSum)

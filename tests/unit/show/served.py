@@ -33,7 +33,8 @@ async def served(
     tokens: Tokens, wall: Wall | None = None, feed: Feed | None = None, first: str = "http://h:1"
 ) -> AsyncIterator[str]:
     access = Access(tokens, wall or Wall())
-    site = Site(access, feed, first, lambda: {"how": "stopped", "step": 0, "folder": "run"})
+    feed_of = None if feed is None else lambda names: feed
+    site = Site(access, feed_of, first, lambda: {"how": "stopped", "step": 0, "folder": "run"})
     server = HttpServer(tokens=tokens, on_channel=nobody, website=site)
     await server.start()
     try:

@@ -127,6 +127,24 @@ def test_weights_are_quantity_times_quality() -> None:
     torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), expected))
 
 
+@pytest.mark.parametrize("method", ["mean", "rda"])
+def test_the_factor_of_a_party_multiplies_the_weights_of_its_contributions(method: str) -> None:
+    """Each party has its accumulator, because its factor is known only at the merge."""
+    changes, asks = torch.randn(4, N), [Asking(1, number) for number in range(4)]
+    tensors, plain = shard(method=method), shard(method=method)
+    for number, party in enumerate("abba"):
+        for each in (tensors, plain):
+            deliver(each, asks[number], changes[number])
+        tensors.fold(0, asks[number], 1, 10 + number, party=party)
+        discount = {"a": 0.25, "b": 3.0}[party]
+        plain.fold(0, asks[number], 1, 10 + number, discount=discount)
+    limited = tensors.merge(0, (("a", 0.25), ("b", 3.0))).whole
+    torch.testing.assert_close(limited, plain.merge(0).whole)
+    deliver(tensors, FIRST, changes[0])
+    tensors.fold(0, FIRST, 1, 1, party="b")
+    torch.testing.assert_close(tensors.merge(0).whole - limited, changes[0])
+
+
 def test_uniform_weighting_ignores_the_counters() -> None:
     tensors = shard(method="mean", weighting="uniform")
     deliver(tensors, FIRST, torch.full((N,), 1.0))

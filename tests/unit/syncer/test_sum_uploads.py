@@ -95,7 +95,7 @@ async def test_a_sum_of_what_was_ordered_is_accepted(method: str) -> None:
     assert isinstance(fact, messages.SumArrived)
     assert fact.asks == ASKS
     shard.tensors.fold_sum(0, ("site-a", 1))
-    assert shard.tensors._accumulators[0].count == 2  # type: ignore[attr-defined]
+    assert shard.tensors._accumulators[0][""].count == 2  # type: ignore[attr-defined]
 
 
 async def test_a_sum_with_another_weight_is_rejected() -> None:
@@ -154,7 +154,7 @@ class Site:
             self.relay.fold(0, ask, 2.0, tokens)
             self.shard.reported(0, ask, norm)
             self.shard.folded_at_relay(0, ask, 2.0, tokens, 1.0, 1.0)
-        self.relay._accumulators[0].state_dict()["sums"].mul_(larger)  # type: ignore[attr-defined]
+        self.relay._accumulators[0][""].state_dict()["sums"].mul_(larger)  # type: ignore[attr-defined]
         body, digest = self.relay.take_sum(0, self.sums)
         try:
             self.shard.verify_sum(0, ("site-a", self.sums), body, digest)

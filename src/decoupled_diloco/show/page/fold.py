@@ -18,12 +18,14 @@ from typing import Any, BinaryIO
 
 from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.protocol.quotas import Quota
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.show.page.document import PageChanges, state_of_page
 from decoupled_diloco.show.page.history import PageHistory
 from decoupled_diloco.show.status import RunStatus, status_of
 from decoupled_diloco.tape.reader import tape_files
 from decoupled_diloco.tape.records import Record
+from decoupled_diloco.tape.restricted import RestrictedTape
 from decoupled_diloco.tape.sources import FolderSource, Source, SyncerSource
 from decoupled_diloco.transport.tls import TLSConfig
 
@@ -67,8 +69,11 @@ class Places:
 class LiveFold:
     """Keeps the page's state up to date, and writes it."""
 
-    def __init__(self, places: Places, out: BinaryIO) -> None:
+    def __init__(
+        self, places: Places, out: BinaryIO, restricted: RestrictedTape | None = None
+    ) -> None:
         self._places, self._out = places, out
+        self._restricted = restricted
         self._source: Source | None = None
         self._generation = 0
         self._problem = ""
@@ -105,7 +110,10 @@ class LiveFold:
 
     def _take(self, records: Iterable[Record]) -> None:
         run, history, sent_at = self._run, self._history, time.monotonic()
-        for record in records:
+        for each in records:
+            record = each if self._restricted is None else self._restricted.record(each)
+            if record is None:
+                continue
             run.take(record)
             if history.due <= run.duration:
                 history.follow(run, run.duration)
@@ -142,7 +150,12 @@ def main() -> None:
     tls = TLSConfig(*given["tls"]) if given.get("tls") else None
     folder, tapes, shards = Path(given["folder"]), given["tapes"], tuple(given["shards"])
     places = Places(folder, tapes, shards, given["token"], tls)
-    fold = LiveFold(places, sys.stdout.buffer)
+    party = given.get("party")
+    restricted = None
+    if party is not None:
+        quota = Quota("", tuple(party["own"]))
+        restricted = RestrictedTape(quota.has, party["learners"])
+    fold = LiveFold(places, sys.stdout.buffer, restricted)
     while True:
         fold.poll()
         if select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:

@@ -7,9 +7,9 @@ POST /page/sign-in    accepts the run's secret
 
 `Access` controls admission. A viewer enters the run's secret once, in the sign-in form. The browser
 then holds a pass in a cookie, which scripts cannot read and other sites cannot send. The pass does
-not contain the secret: it is an expiry time with a code that only a process with the secret can
-compute. A pass therefore survives a restart of the syncer, is valid at every shard, and becomes
-invalid when the secret changes.
+not contain the secret: it is an expiry time, the name that the secret proves, and a code that only
+a process with the secret can compute. A pass therefore survives a restart of the syncer, is valid
+at every shard, and becomes invalid when the secret changes.
 
 If client certificates are required, a browser needs one; without a secret it needs nothing else. A
 server with neither listens on loopback only. It answers every request to a loopback name, and no
@@ -93,7 +93,8 @@ class Site:
 
     Args:
         access: Access control.
-        feed: Content of the page; ``None``: this shard redirects to shard 0.
+        feed: Returns the content of the page for the names that a viewer has proved; ``None``: this
+            shard redirects to shard 0.
         first: Address of shard 0 for learners.
         ending: Returns the state of the run when the server stops; see `shut_down`.
     """
@@ -101,11 +102,12 @@ class Site:
     def __init__(
         self,
         access: Access,
-        feed: Feed | None,
+        feed: Callable[[tuple[str, ...]], Feed] | None,
         first: str,
         ending: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._access, self._feed = access, feed
+        self._feeds = set[Feed]()
         self._first, self._ending = first, ending
 
     def serves(self, path: str) -> bool:
@@ -153,9 +155,10 @@ class Site:
         return web.Response(status=303, headers={**HEADERS, "Location": f"{there}/"})
 
     async def _events(self, request: web.BaseRequest) -> web.StreamResponse:
-        feed = self._feed
-        if feed is None:
+        if self._feed is None:
             raise RequestRefusal(404, "shard 0 has the page")
+        feed = self._feed(self._access.names(request))
+        self._feeds.add(feed)
         if feed.viewers >= VIEWERS_MAX:
             raise RequestRefusal(503, ALL_WATCH)
         with feed.viewed():
@@ -174,8 +177,7 @@ class Site:
 
     async def shut_down(self) -> None:
         """Send the final state of the run to all viewers."""
-        if self._feed is not None:
-            await self._feed.end(self._ending())
+        await asyncio.gather(*(feed.end(self._ending()) for feed in self._feeds))
 
 
 async def _send_all(feed: Feed, number: int | None, response: web.StreamResponse) -> None:
@@ -272,10 +274,23 @@ class Access:
             return False
         if self._tokens.without_secret:
             return True
-        until, _, code = request.cookies.get(_cookie(request), "").partition(".")
-        good = hmac.compare_digest(code.encode("utf-8", "replace"), self._code(until).encode())
+        until, code, name = self._pass_of(request)
+        expected = self._code(until, name).encode()
+        good = hmac.compare_digest(code.encode("utf-8", "replace"), expected)
         # Cut to 15 digits, because int() of a long text from a browser is slow.
         return good and until.isascii() and until.isdigit() and int(until[:15]) > self._wall()
+
+    def names(self, request: web.BaseRequest) -> tuple[str, ...]:
+        """Return the names that an authenticated viewer has proved; empty: the run's own token."""
+        name = "" if self._tokens.without_secret else self._pass_of(request)[2]
+        return (*([name] if name else []), *(names_of(request.transport) or ()))
+
+    @staticmethod
+    def _pass_of(request: web.BaseRequest) -> tuple[str, str, str]:
+        """Return the expiry, the code and the name in a pass; a name may contain dots."""
+        until, _, rest = request.cookies.get(_cookie(request), "").partition(".")
+        code, _, name = rest.partition(".")
+        return until, code, name
 
     async def sign_in(self, request: web.BaseRequest, answer: web.StreamResponse) -> None:
         """Add a pass to the answer if the form contains a secret of the run.
@@ -302,7 +317,7 @@ class Access:
         self._limit(source)  # before the comparison, so that guessing is slow
         try:
             token = secret.strip() if isinstance(secret, str) else ""
-            self._tokens.recognize(f"Bearer {token}", names)
+            name = self._tokens.recognize(f"Bearer {token}", names) or ""
         except RequestRefusal:
             self._count(source)
             raise RequestRefusal(
@@ -312,7 +327,7 @@ class Access:
         until = str(int(self._wall() + PASS_SECONDS))
         answer.set_cookie(
             _cookie(request),
-            f"{until}.{self._code(until)}",
+            f"{until}.{self._code(until, name)}.{name}",
             max_age=PASS_SECONDS,
             path="/",
             httponly=True,
@@ -320,8 +335,9 @@ class Access:
             secure=request.secure,
         )
 
-    def _code(self, until: str) -> str:
-        return hmac.new(self._key, until.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+    def _code(self, until: str, name: str) -> str:
+        text = f"{until}.{name}".encode("utf-8", "replace")
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest()
 
     def _limit(self, source: str) -> None:
         wrong = self._wrong_attempts(source)

@@ -103,7 +103,7 @@ def simulate(options: SimulateOptions) -> None:
 
 def _require_scenario(path: Path) -> None:
     """Refuse the TOML file of a run, which would be simulated for a long time by mistake."""
-    from decoupled_diloco.config.toml_files import read_tables
+    from decoupled_diloco.config.toml_tables import read_tables
     from decoupled_diloco_lab.simulate.scenario_file import RUN_TABLES
 
     tables = read_tables(path) if path.exists() else {}

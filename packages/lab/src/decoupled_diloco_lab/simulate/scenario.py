@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, dump_config, suggestion
+from decoupled_diloco.config.parties import read_members
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.config.toml_files import (
@@ -28,8 +29,8 @@ from decoupled_diloco.config.toml_files import (
     dump_tables,
     override_key,
     read_run_tables,
-    read_tables,
 )
+from decoupled_diloco.config.toml_tables import read_tables
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.scenario_file import (
@@ -306,6 +307,7 @@ def _config(
     if seed is not None:
         override_key(tables, f"run.seed={seed}")
     _set_learners(tables, file.learners)
+    read_members(tables)
     load_plugins(tables, folder)
     return RunConfig(**tables)
 

@@ -240,11 +240,11 @@ class _Shard:
                 self._bodies[order.learner, order.fragment, order.ask] = order
             case messages.ExpectCopy():
                 self._copies[order.learner, order.fragment, order.attempt] = order
-            case messages.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
+            case messages.Fold(fragment, _, ask, steps, tokens, _, scale, discount, _, party):
                 if ask in self._lost_bodies:
                     self._lost.add(fragment)
                 else:
-                    tensors.fold(fragment, ask, steps, tokens, scale, discount)
+                    tensors.fold(fragment, ask, steps, tokens, scale, discount, party)
             case messages.Drop(fragment, ask=ask):
                 tensors.drop(fragment, ask)
             case messages.Merge():
@@ -265,7 +265,7 @@ class _Shard:
             self._tensors.forget_folded(order.fragment)
             return
         try:
-            step = self._tensors.prepare(order.fragment)
+            step = self._tensors.prepare(order.fragment, order.factors)
         except MergeError:
             return  # the merge failed in the run, too: the tape's next record is its failure
         self._merging[order.round] = (order, step)
