@@ -172,6 +172,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         modules=sync.partition.map,
         buffers="one" if sync.merge.buffers == "one" else "mean",
         feedback=sync.codec.feedback,
+        trim=sync.merge.trim,
     )
 
 

@@ -22,7 +22,7 @@ from pydantic import (
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
-from decoupled_diloco.config.sync import OuterSettings, SyncSettings
+from decoupled_diloco.config.sync import SUMMED_RULES, OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
 from decoupled_diloco.errors import ConfigError
 
@@ -737,7 +737,7 @@ class RunConfig(Settings):
                 known[f"{index}"] = site.name
             known[f"site {site.name}"] = site.name
             self._check_place(site)
-        if self.sites and ":" in self.sync.merge.rule:
+        if self.sites and self.sync.merge.rule not in SUMMED_RULES:
             raise ConfigError(
                 f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
                 "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"

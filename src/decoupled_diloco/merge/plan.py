@@ -65,7 +65,7 @@ class MergePlan:
     fragments: tuple[Fragment, ...]
     uplink: Codec
     downlink: Codec
-    method: str  # `"rda"`, `"mean"`, or the user's rule as `"module:function"`
+    method: str  # as `sync.merge.rule`: `"rda"`, `"mean"`, or a name for `rule_named`
     weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: equal weights
     outer: Callable[[int], OuterOptimizer]  # creates the outer optimizer of N parameters
     buffers: Buffers = "mean"  # merged by the `"mean"`, or taken from `"one"` learner
@@ -75,6 +75,7 @@ class MergePlan:
     # outer optimizers of the fragments that do not use `outer`
     other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
     coarser: tuple[Codec, ...] = ()  # codecs that a shard may select instead of `uplink`
+    trim: float = 0.0  # share of the weight that a trimmed mean leaves out at each end
 
     @classmethod
     def make(
@@ -93,6 +94,7 @@ class MergePlan:
         other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
         feedback: float | None = None,
         coarser: Sequence[str] = (),
+        trim: float = 0.0,
     ) -> MergePlan:
         """Create a plan from a layout and settings.
 
@@ -117,6 +119,7 @@ class MergePlan:
             other_outers=other_outers or {},
             feedback=feedback,
             coarser=tuple(map(codec, coarser)),
+            trim=trim,
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -134,7 +137,7 @@ class MergePlan:
         """
         numel, cut = self.fragments[fragment].numel, self.segments(fragment)
         if self._merge_method == "own":
-            return RuleAccumulator(self.method, numel, cut)
+            return RuleAccumulator(self.method, numel, cut, self.trim)
         return Accumulator(numel, cut, buffer=buffer)
 
     @property

@@ -57,6 +57,19 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "leave upstream out to dial the shards",
     ),
     (
+        {**sites({"name": "a", "learners": [0]}), "sync": {"merge": {"rule": "median"}}},
+        "rule='median' in [sync.merge] cannot be combined with [[sites]], because a relay sends "
+        "sums and not single contributions: choose 'rda' or 'mean'",
+    ),
+    (
+        {"sync": {"merge": {"rule": "trimmed-mean", "trim": 0.5}}},
+        "trim=0.5 in [sync.merge] is out of range: it must be less than 0.5",
+    ),
+    (
+        {"sync": {"merge": {"rule": "median", "trim": 0.1}}},
+        "trim=0.1 in [sync.merge] would be ignored with rule='median': take trim out",
+    ),
+    (
         sites({"name": "a", "learners": [0], "nodes": {"zone": "a"}})
         | {"launch": {"backend": "slurm"}},
         "nodes={'zone': 'a'} of site 'a' in [[sites]] would be ignored on Slurm, which has no "
