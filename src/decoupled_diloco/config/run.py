@@ -526,6 +526,19 @@ class SiteSettings(Settings):
         return value
 
 
+class TrustSettings(Settings):
+    """`[trust]`: what limits the harm of a learner that trains badly."""
+
+    table: ClassVar[str] = "[trust]"
+
+    probation_periods: int = Field(default=0, ge=0)
+    """Number of periods of `sync_every` own steps in which a learner's contributions have weight 0
+    after it joined a run in progress with a fresh inner optimizer: without a checkpoint, and
+    without the state of another learner. Such a learner counts for no quorum. Its training is
+    dropped, so raise it only if joining learners raise the loss. 0: a learner counts at once (the
+    paper)."""
+
+
 class RunConfig(Settings):
     """A whole run: the settings of one TOML file, with all defaults filled in."""
 
@@ -552,6 +565,9 @@ class RunConfig(Settings):
 
     workload: WorkloadSettings | None = Field(default_factory=WorkloadSettings)
     """Model and data; `None` if the learners run a `command` with its own."""
+
+    trust: TrustSettings = Field(default_factory=TrustSettings)
+    """What limits the harm of a learner that trains badly."""
 
     faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
     """Learners to kill during the run."""

@@ -468,7 +468,7 @@ LOSS_MAX = 1e30
 """A loss at or above this value means that the training has diverged; it counts as infinite."""
 
 
-Verdict = Literal["accepted", "refused", "unfit", "behind", "abandoned"]
+Verdict = Literal["accepted", "refused", "unfit", "discarded", "behind", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +482,7 @@ class Hello:
     that the learner has answered, or is answering, without an outcome so far. ``shard`` is the
     shard that the learner dials; ``None`` if it does not know which shard has the address.
     ``trained`` lists the fragments that a device has trained since its last visit, for a
-    contribution from the held version (rule 23).
+    contribution from the held version (rule 23). ``fresh`` as in `StepReport`.
     """
 
     learner: str
@@ -496,6 +496,7 @@ class Hello:
     asks: tuple[Asking, ...] = ()
     shard: int | None = field(default=None, metadata=RARE)
     trained: tuple[int, ...] = field(default=(), metadata=RARE)
+    fresh: bool = field(default=False, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +506,8 @@ class StepReport:
     ``discarded_tokens`` counts tokens whose training was overwritten, summed over the fragments (a
     fragment is one of P parts of the model). ``loss`` is the training loss of the step, if the loop
     passed it. A loss that is not finite or not below ``LOSS_MAX`` is sent as ``LOSS_MAX``. No
-    decision depends on these two fields.
+    decision depends on these two fields. ``fresh``: this incarnation joined a run in progress with
+    a fresh inner optimizer. It is reported only in a run with probation.
     """
 
     step: int
@@ -513,6 +515,7 @@ class StepReport:
     seconds: float
     discarded_tokens: int = 0
     loss: float | None = None
+    fresh: bool = field(default=False, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,8 +658,8 @@ class Outcome:
     """The result of a contribution. ``version`` is the version that it was merged into.
 
     It is ``None`` unless the verdict is ``accepted``. ``unfit``: refused because its values are too
-    large or not finite, and sending them again would give the same result. ``abandoned``: the merge
-    failed and the contribution is lost.
+    large or not finite, and sending them again would give the same result. ``discarded``: it has
+    weight 0 (rule 26). ``abandoned``: the merge failed and the contribution is lost.
     """
 
     fragment: int
@@ -1447,8 +1450,8 @@ class Participant:
 
     Seconds count from the round's opening; a request before the opening has a negative time.
     ``state`` is ``folded``, ``late`` (in progress when the round merged, so it goes into the next
-    one), ``declined``, ``refused`` or ``gone``. ``age`` is the number of versions by which a folded
-    contribution is late.
+    one), ``declined``, ``refused``, ``discarded`` (it had weight 0) or ``gone``. ``age`` is the
+    number of versions by which a folded contribution is late.
     """
 
     learner: str

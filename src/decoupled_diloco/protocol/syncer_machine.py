@@ -370,6 +370,7 @@ class SyncerMachine:
         member.connected, member.relay = True, relay
         member.held = credible(hello.held, self._owned_set)
         member.again = {each.fragment: each.again for each in hello.held}
+        member.is_fresh = hello.fresh
         since = member.step
         members.advance_step(state, member, now, hello.step)
         members.renew(state, now, hello.learner)

@@ -157,6 +157,7 @@ class Member:
             reports them.
         is_new: It came while the clock was being restored, so its steps start at the restored
             clock.
+        is_fresh: It joined a run in progress with a fresh inner optimizer.
     """
 
     learner: str
@@ -181,6 +182,7 @@ class Member:
     departures: int = 0
     again: dict[int, int] = field(default_factory=dict)
     is_new: bool = False
+    is_fresh: bool = False
     relay: str = ""
 
     @property
@@ -256,7 +258,7 @@ def identity_problem(known: Identity | None, epoch: int, nonce: str) -> str | No
 # A round, and the requests for contributions
 
 
-AskState = Literal["waiting", "relayed", "folded", "declined", "refused", "gone"]
+AskState = Literal["waiting", "relayed", "folded", "declined", "refused", "discarded", "gone"]
 
 
 @dataclass(slots=True)
@@ -268,7 +270,8 @@ class Ask:
     base. ``codec`` is the chosen one, or empty for the run's. ``announced_at`` is when it started
     to answer. ``alike`` lists learners whose contributions are nearly parallel to it. ``relay`` is
     the relay that has, or will have, the contribution. ``sums`` lists the sums that hold it, each
-    as its relay and number. ``nbytes`` is its share of what arrived at that relay.
+    as its relay and number. ``nbytes`` is its share of what arrived at that relay. ``weightless``:
+    its learner had weight 0 at the request, so it counts for no quorum.
     """
 
     name: Asking
@@ -294,6 +297,7 @@ class Ask:
     relayed_at: float | None = None
     sums: tuple[tuple[str, int], ...] = ()
     nbytes: int = 0
+    weightless: bool = False
 
 
 @dataclass(slots=True)
@@ -541,6 +545,7 @@ class FragmentState:
         folded: Contributions that are folded here and in no version yet.
         delivered: Number of the latter, by learner.
         present: Number of all three, by learner.
+        weightless: Learners with an open request whose contribution will have weight 0.
         made: The base of each learner's last folded contribution.
         made_times: How many contributions of each learner from that base are folded.
         chain: The newest announcements, each of a difference to the one before it; only in a run of
@@ -564,6 +569,7 @@ class FragmentState:
     folded: list[Ask] = field(default_factory=list)
     delivered: Counter[str] = field(default_factory=Counter)
     present: Counter[str] = field(default_factory=Counter)
+    weightless: set[str] = field(default_factory=set)
     made: dict[str, Version] = field(default_factory=dict)
     made_times: dict[str, int] = field(default_factory=dict)
     chain: tuple[Published, ...] = ()
@@ -575,6 +581,8 @@ class FragmentState:
         assert ask.learner not in self.asks, f"{ask.learner} already has a request"
         self.asks[ask.learner] = ask
         self.present[ask.learner] += 1
+        if ask.weightless:
+            self.weightless.add(ask.learner)
 
     def fold(self, ask: Ask) -> None:
         """Move a delivered contribution from the requests to the folded or relayed ones."""
@@ -609,7 +617,13 @@ class FragmentState:
     def lose(self, ask: Ask) -> None:
         """Close a request that failed."""
         del self.asks[ask.learner]
+        self.weightless.discard(ask.learner)
         self._one_less(ask.learner)
+
+    @property
+    def counted(self) -> int:
+        """The number of learners whose contribution is here or on its way, and has a weight."""
+        return len(self.present) - len(self.weightless)  # break: probation-counts-for-quorum
 
     @property
     def under_way(self) -> list[Ask]:
@@ -815,6 +829,8 @@ class SyncerState:
             assert +fragment.delivered == delivered
             relayed = Counter(ask.learner for ask in fragment.relayed)
             assert fragment.present == delivered + relayed + Counter(fragment.asks.keys())
+            weightless = {ask.learner for ask in fragment.asks.values() if ask.weightless}
+            assert fragment.weightless == weightless
         fastest = min((m.step_seconds for m in self.members.values() if m.step_seconds), default=0)
         assert self.step_seconds <= fastest
 

@@ -163,7 +163,10 @@ def _participation_table(run: RunModel) -> Table:
             verdict = "folded" if r.merged else "in an abandoned round"
             state = verdict if participant.state == "folded" else participant.state
             states.setdefault(participant.learner, Counter())[state] += 1
-    known = ("folded", "in an abandoned round", "late", "declined", "refused", "gone", "waiting")
+    known = (
+        *("folded", "in an abandoned round", "late", "declined", "refused", "discarded", "gone"),
+        "waiting",
+    )
     shown = [state for state in known if any(count[state] for count in states.values())]
     rows: list[Row] = []
     for name in run.trained if any(states.values()) else ():
