@@ -285,5 +285,29 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         test="unit/protocol/test_trust.py"
         "::test_a_discarded_contribution_is_dropped_with_the_next_copy",
     ),
+    Break(
+        "exclusion-ignored",
+        "if False:",
+        "an excluded learner still counts",
+        test="unit/protocol/test_trust.py::test_a_learner_with_a_low_score_is_excluded_and_returns",
+    ),
+    Break(
+        "all-excluded",
+        "standing.excluded = True",
+        "scores may exclude half of the learners",
+        test="unit/protocol/test_trust.py::test_fewer_than_half_of_the_learners_are_excluded",
+    ),
+    Break(
+        "anyone-scores",
+        'if options.trust == "off":',
+        "a learner may score the others",
+        test="unit/protocol/test_trust.py::test_only_an_observer_scores",
+    ),
+    Break(
+        "scores-forgotten",
+        "pass",
+        "a shard that restarts has lost the scores",
+        test="unit/protocol/test_trust.py::test_a_restarted_shard_has_the_scores",
+    ),
     *DEVICES,
 )

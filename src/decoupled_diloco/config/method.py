@@ -126,6 +126,8 @@ def options_of(config: RunConfig) -> Options:
         late_discount=sync.late.discount,
         discount_of=sync.late.discount_of,
         probation_periods=config.trust.probation_periods,
+        trust=config.trust.act,
+        score_limit=config.trust.score_limit,
         counter_cap_periods=sync.merge.counter_cap_periods,
         norm_gate=sync.merge.norm_gate if sync.wait == "never" else 0.0,
         oversized=sync.merge.oversized,

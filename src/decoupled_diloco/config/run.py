@@ -47,6 +47,7 @@ _PRIVATE: dict[str, Any] = {
     "faults": True,
     "sites": True,
     "launch": True,
+    "trust": {"score_every"},
 }
 """The settings that learners do not receive."""
 
@@ -538,6 +539,28 @@ class TrustSettings(Settings):
     dropped, so raise it only if joining learners raise the loss. 0: a learner counts at once (the
     paper)."""
 
+    act: Literal["off", "show", "weigh", "exclude"] = "off"
+    """Whether the evaluator scores learners, and what a low score does. The score is the median of
+    the last 3 gains: by how much a learner's own contributions of one period lower the held-out
+    loss, relative to the median learner. "show" only displays it. "weigh" lowers the weight of a
+    learner's contributions. "exclude" gives them weight 0 until its score has recovered. Both need
+    2 gains. With scores, the shards record payloads, as with `record_payloads` in [syncer]."""
+
+    score_every: int = Field(default=4, ge=2)
+    """Periods of `sync_every` steps from one score to the next, at least 2. For each score, the
+    evaluator evaluates the model once per learner, and once more."""
+
+    score_limit: float = Field(default=0.25, gt=0, le=0.5)
+    """Score below which a learner is excluded, greater than 0 to 0.5. It counts again above twice
+    the limit. With "weigh", a learner's weight falls from twice the limit on, in proportion to its
+    score. Lower the limit if learners have very different data."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """How to score without scores, and a limit without an effect."""
+        if self.act == "off":
+            return dict.fromkeys(("score_every", "score_limit"), "with act='off'")
+        return {"score_limit": "with act='show'"} if self.act == "show" else {}
+
 
 class RunConfig(Settings):
     """A whole run: the settings of one TOML file, with all defaults filled in."""
@@ -582,6 +605,11 @@ class RunConfig(Settings):
     def learner_ids(self) -> tuple[str, ...]:
         """The names of the learners, in the order of their shares of the data."""
         return tuple(f"learner-{index}" for index in range(self.run.learners))
+
+    @property
+    def records_payloads(self) -> bool:
+        """Whether the shards record the payloads of contributions."""
+        return self.syncer.record_payloads or self.trust.act != "off"
 
     def workload_options(self) -> dict[str, Any]:
         """The options for the workload: those of the file, and two from the run.
@@ -713,6 +741,7 @@ class RunConfig(Settings):
             )
         self._check_addresses()
         self._check_sites()
+        self._check_trust()
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
@@ -757,6 +786,40 @@ class RunConfig(Settings):
             raise ConfigError(
                 f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
                 "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"
+            )
+
+    def _check_trust(self) -> None:
+        act, learners, quorum = self.trust.act, self.run.learners, self.sync.quorum
+        if act == "off":
+            return
+        if not self.run.evaluator or self.run.evaluate_command:
+            raise ConfigError(
+                f"act={act!r} in [trust] needs the built-in evaluator, which scores the learners: "
+                "set evaluator=true in [run] without evaluate_command, or leave act out"
+            )
+        if self.sites:
+            raise ConfigError(
+                f"act={act!r} in [trust] cannot be combined with [[sites]], because a relay sends "
+                "sums and not single contributions: leave one of them out"
+            )
+        if act == "show":
+            return
+        if learners < 3:
+            raise ConfigError(
+                f"act={act!r} in [trust] needs at least 3 learners, but learners={learners} in "
+                "[run]: a score compares with the median learner: set act='show'"
+            )
+        if act == "weigh" and self.sync.participation == "async":
+            raise ConfigError(
+                "act='weigh' in [trust] cannot be combined with participation='async', which "
+                "merges contributions one by one, so that a weight has no effect: set act='exclude'"
+            )
+        left = learners - (learners - 1) // 2
+        if act == "exclude" and quorum > left:
+            raise ConfigError(
+                f"quorum={quorum} in [sync] exceeds {left}: act='exclude' in [trust] may exclude "
+                f"{learners - left} of {learners} learners, and the run would then stall: lower "
+                "quorum, or set act='weigh'"
             )
 
     def _check_place(self, site: SiteSettings) -> None:

@@ -133,7 +133,8 @@ def geometric_median(contributions: Tensor, weights: Tensor) -> Tensor:
         shares = [float(w) / d for w, d in zip(weights, distances, strict=True)]
         total = math.fsum(shares)
         before = point
-        point = torch.tensor([s / total for s in shares], device="cpu") @ contributions
+        scaled = [share / total for share in shares]
+        point = torch.tensor(scaled, dtype=torch.float32, device="cpu") @ contributions
         if norm_of(point - before) <= WEISZFELD_TOLERANCE * norm_of(point):
             break
     return point

@@ -50,6 +50,8 @@ from decoupled_diloco.protocol.messages import (
     Fetch,
     FetchState,
     Finished,
+    Gains,
+    GainsMeasured,
     GivenUp,
     Hello,
     Hold,
@@ -183,6 +185,8 @@ class LearnerMachine:
                 return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
                 return leaving.stop_requested(self.state, self.options, why)
+            case GainsMeasured(step, gains):
+                return self._report_gains(Gains(step, gains))
             case VisitEnded():
                 return visits.visit_ended(self.state)
             case RandomDrawn(states):
@@ -490,6 +494,11 @@ class LearnerMachine:
             self.state.holding = False
             return [Release(why)]
         return []
+
+    def _report_gains(self, message: Gains) -> list[LearnerEffect]:
+        """Send measured gains to every shard; each decides about its own fragments."""
+        linked = [shard for shard, link in enumerate(self.state.shards) if link.linked]
+        return [Send(shard_peer(shard), message, "learners were scored") for shard in linked]
 
     def _linked(self, shard: int) -> list[LearnerEffect]:
         link = self.state.shards[shard]

@@ -19,6 +19,7 @@ Late = Literal["next", "drop"]
 Discount = float | Literal["polynomial"]
 DiscountOf = Literal["weight", "change"]
 Draw = Literal["fair", "uniform"]
+Trust = Literal["off", "show", "weigh", "exclude"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class Options:
         discount_of: What is multiplied: its weight in the merge, or its values.
         probation_periods: Number of H steps for which a learner that joined with a fresh optimizer
             has weight 0 (rule 26).
+        trust: What a low score does: nothing (``"show"``), lower the learner's weight
+            (``"weigh"``), or exclude its contributions (``"exclude"``). ``"off"``: no scores.
+        score_limit: The score below which a learner is excluded. Below twice the limit, its weight
+            is lower.
         counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
             cannot dominate a merge.
         norm_gate: k of the norm gate; 0: no gate.
@@ -92,6 +97,8 @@ class Options:
     late_discount: Discount = 1.0
     discount_of: DiscountOf = "weight"
     probation_periods: int = 0
+    trust: Trust = "off"
+    score_limit: float = 0.25
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
     oversized: Oversized = "clip"

@@ -598,6 +598,18 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
+class Gains:
+    """Evaluator → shard: by how much each learner's own contributions lower the held-out loss.
+
+    ``gains`` lists learners and the differences of the loss. All contributions are from the same
+    published copies, those at the global step ``step``.
+    """
+
+    step: int
+    gains: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The learner leaves on purpose."""
 
@@ -1070,6 +1082,7 @@ FromLearner = (
     | Holding
     | Ahead
     | Draining
+    | Gains
     | Leave
 )
 
@@ -1539,6 +1552,21 @@ class ClockAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A learner has a new score, for observers (rule 26).
+
+    ``gain`` is the measured difference of the held-out loss. ``score`` is the median of the
+    last gains, in gains of the median learner. ``weight`` is the factor on its weight from now on.
+    """
+
+    learner: str
+    gain: float
+    score: float
+    weight: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A message for people, on the tape and in the log. ``warns``: it requires action."""
 
@@ -1573,6 +1601,7 @@ SyncerEffect = (
     | RoundOpened
     | RoundFinished
     | ClockAdvanced
+    | Scored
     | TakeCheckpoint
     | ForgetCheckpoints
     | Note
@@ -2204,6 +2233,15 @@ class KnownNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownScore:
+    """A learner's last gains, in gains of the median learner, and whether it is excluded."""
+
+    learner: str
+    samples: tuple[float, ...]
+    excluded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ShardMemory:
     """What a shard had in memory besides its copies, at its last merge."""
 
@@ -2211,6 +2249,7 @@ class ShardMemory:
     tokens_retired: int
     learners: tuple[KnownLearner, ...] = ()
     norms: tuple[KnownNorms, ...] = ()
+    scores: tuple[KnownScore, ...] = field(default=(), metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2445,6 +2484,14 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
+class GainsMeasured:
+    """The evaluator has measured gains; see `Gains`."""
+
+    step: int
+    gains: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VisitEnded:
     """A device is about to leave, and its loop takes no more steps."""
 
@@ -2465,6 +2512,7 @@ LearnerEvent = (
     | StepFinished
     | Paused
     | DrainAsked
+    | GainsMeasured
     | VisitEnded
     | RandomDrawn
     | BodyEncoded

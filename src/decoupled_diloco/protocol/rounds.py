@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from decoupled_diloco.protocol import same_data, trust, visits
+from decoupled_diloco.protocol import same_data, visits, weighing
 from decoupled_diloco.protocol.clock import window_decision
 from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked, was_drained
 from decoupled_diloco.protocol.link_measurements import payload_arrived
@@ -214,7 +214,7 @@ def _weightless(state: SyncerState, options: Options, ask: Ask) -> tuple[Verdict
     It stays discarded if its learner has got a weight since the request, because no quorum counted
     it.
     """
-    weight, why = trust.weight_of(state, options, ask.learner)
+    weight, why = weighing.weight_of(state, options, ask.learner)
     if ask.weightless or weight == 0.0:
         return "discarded", f"weight 0: {why or 'its learner was on probation at the request'}"
     return "accepted", ""
@@ -252,6 +252,9 @@ def _fold(
     if options.discount_of == "change":
         # A mean divides by its weights. A weight would cancel where all are equally late.
         scale, discount = scale * discount, 1.0
+    trusted, why_less = weighing.weight_of(state, options, ask.learner)
+    if trusted < 1.0:
+        discount, why = discount * trusted, f"{why}; {why_less}"
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount, ask.relay)
     member = state.members[ask.learner]
     member.contributed_at[fragment] = now
@@ -523,7 +526,7 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
 
 def _too_few_with_weight(state: SyncerState, options: Options) -> bool:
     """Return whether a new round would need the learners that have weight 0, too."""
-    weights = (trust.weight_of(state, options, each.learner)[0] for each in state.stepping)
+    weights = (weighing.weight_of(state, options, each.learner)[0] for each in state.stepping)
     return sum(weight > 0.0 for weight in weights) < options.quorum
 
 
@@ -907,7 +910,7 @@ def _ask(
     path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
     number, final = (0, False) if round is None else (round.number, round.final)
     ask = Ask(name, fragment, learner, member.epoch, path, base, now, number, final)
-    ask.relay, ask.weightless = member.relay, trust.weight_of(state, options, learner)[0] == 0.0
+    ask.relay, ask.weightless = member.relay, weighing.weight_of(state, options, learner)[0] == 0.0
     if options.ladder:
         ask.codec = options.ladder[member.uplink.rung][0]
     ask.base_at = now if member.held.get(fragment) == base else None

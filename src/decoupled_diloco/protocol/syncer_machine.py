@@ -26,6 +26,7 @@ from decoupled_diloco.protocol import (
     relayed,
     rounds,
     visits,
+    weighing,
 )
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.machine_options import Options
@@ -56,6 +57,7 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     FinishOrdered,
     ForgetCheckpoints,
+    Gains,
     Heard,
     Hello,
     Holding,
@@ -410,6 +412,8 @@ class SyncerMachine:
 
     def _receive(self, now: float, learner: str, message: Message) -> list[SyncerEffect]:
         state = self.state
+        if isinstance(message, Gains):
+            return weighing.scored(state, self.options, learner, message)
         member = state.members.get(learner)
         if member is None:
             return []

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from statistics import median
 from typing import Literal
 
 from decoupled_diloco.protocol.adapt import Needs, Uplink
@@ -26,6 +27,7 @@ from decoupled_diloco.protocol.messages import (
     Holding,
     KnownLearner,
     KnownNorms,
+    KnownScore,
     Participant,
     Published,
     Revision,
@@ -514,6 +516,24 @@ class Twin:
     is_reported: bool = False
 
 
+@dataclass(slots=True)
+class Score:
+    """What a learner's own contributions have done to the held-out loss; see `weighing`.
+
+    Attributes:
+        samples: Its last gains, in gains of the median learner, the oldest first.
+        excluded: Whether its contributions have weight 0.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    excluded: bool = False
+
+    @property
+    def score(self) -> float:
+        """The median of the samples, so that a single one does not decide."""
+        return median(self.samples)
+
+
 # A shard
 
 
@@ -729,7 +749,7 @@ class SyncerState:
     the largest number of slots so far. ``late_rounds`` counts consecutive rounds that merged only
     late contributions. ``twins`` lists learners that seem to train on another learner's data.
     ``relays`` are the connected relays, each with the one that it is behind, or an empty text.
-    ``sites`` has every relay that has connected.
+    ``sites`` has every relay that has connected. ``scores`` has the learners that were scored.
     """
 
     phase: Phase = "starting"
@@ -772,6 +792,7 @@ class SyncerState:
     twins: dict[str, Twin] = field(default_factory=dict)
     relays: dict[str, str] = field(default_factory=dict)
     sites: dict[str, SiteTraffic] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -852,6 +873,10 @@ def remembered(state: SyncerState) -> ShardMemory:
             for fragment, entry in state.fragments.items()
             if entry.norms
         ),
+        tuple(
+            KnownScore(name, tuple(each.samples), each.excluded)
+            for name, each in state.scores.items()
+        ),
     )
 
 
@@ -868,3 +893,6 @@ def recall(state: SyncerState, memory: ShardMemory) -> None:
     for norms in memory.norms:
         if norms.fragment in state.fragments:
             state.fragments[norms.fragment].norms = list(norms.samples)
+    for known_score in memory.scores:
+        standing = Score(list(known_score.samples), known_score.excluded)
+        state.scores.setdefault(known_score.learner, standing)  # break: scores-forgotten

@@ -161,6 +161,8 @@ class ShardFold:
                 self._void(SumLog(relay, fragment, number, at, asks, problem=reason))
             case messages.ClockAdvanced():
                 self._ticked(value)
+            case messages.Scored(learner):
+                self._run.learner(learner).scored = value
             case _:
                 self._round_record(value)
 

@@ -23,7 +23,7 @@ from decoupled_diloco.run_model.accounts import (
 from decoupled_diloco.run_model.facts import CutOff, LearnerLog, Outage, RoundLog, ShardLog
 from decoupled_diloco.run_model.phrases import ABSENT, percent
 from decoupled_diloco.show.charts import stacked_bar
-from decoupled_diloco.show.status import saved_in_words
+from decoupled_diloco.show.status import saved_in_words, score_text
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -364,6 +364,13 @@ def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
     if run.has_devices:
         header[header.index("away")] = "visits"
     rows = [header, *(_learner_row(run, learner) for learner in run.trained.values())]
+    if any(learner.scored for learner in run.trained.values()):
+        scores = ["score"]
+        for learner in run.trained.values():
+            found = learner.scored
+            scores.append(ABSENT if found is None else score_text(found.score, found.weight))
+        for row, text in zip(rows, scores, strict=True):
+            row.append(text)
     texts = [learner.device for learner in run.trained.values()]
     if devices and any(texts):
         for row, text in zip(rows, ["device", *texts], strict=True):

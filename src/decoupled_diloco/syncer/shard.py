@@ -433,8 +433,10 @@ class Shard:
     def _finished(self, order: messages.RoundFinished) -> None:
         self._tally.finished(order)
 
-    @executes(messages.ClockAdvanced, messages.RoundOpened)
-    def _tape_only(self, order: messages.ClockAdvanced | messages.RoundOpened) -> None:
+    @executes(messages.ClockAdvanced, messages.RoundOpened, messages.Scored)
+    def _tape_only(
+        self, order: messages.ClockAdvanced | messages.RoundOpened | messages.Scored
+    ) -> None:
         pass
 
     @executes(messages.Note)
@@ -543,7 +545,7 @@ class Shard:
         return ShardDisk(self._durable, identity, tensors, claim=self._shard_lease.number)
 
     def _recorded(self, tensors: ShardTensors) -> Payloads | None:
-        if not self.config.syncer.record_payloads:
+        if not self.config.records_payloads:
             return None
         later = asyncio.get_running_loop().call_soon_threadsafe
         return Payloads(

@@ -1,4 +1,4 @@
-"""Learners that train badly: probation (rule 26)."""
+"""Learners that train badly: probation and scores (rule 26)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ from decoupled_diloco.protocol.messages import (
     Connected,
     Drop,
     Fold,
+    Gains,
+    GainsMeasured,
     GivenUp,
     Merge,
+    Note,
     Outcome,
     Pull,
     Received,
     RoundFinished,
+    Scored,
+    ShardMemory,
     StepReport,
     Version,
     Welcome,
     shard_peer,
 )
+from decoupled_diloco.protocol.syncer_state import recall, remembered
+from decoupled_diloco.protocol.weighing import WEIGHT_MIN
+from decoupled_diloco.protocol.wire import decode, encode
 
 PERIOD = 4
 
@@ -183,3 +191,124 @@ def test_a_learner_is_fresh_if_it_joins_a_run_in_progress(
     bench.fetched(Version(1, 0))
     bench.step()
     assert [each.fresh for each in bench.messages(StepReport)] == [fresh]
+
+
+NAMES = ("a", "b", "c", "bad")
+HARMFUL = {"a": 1.0, "b": 0.8, "c": 1.2, "bad": -0.5}
+
+
+def with_scores(shard_bench: Any, act: str = "exclude", **options: Any) -> Any:
+    """Four learners, and an evaluator that has scored them once."""
+    bench = shard_bench(*NAMES, fragments=1, period=1, overlap=0, trust=act, **options)
+    bench.greet("evaluator", role="observer")
+    return bench
+
+
+def measured(bench: Any, gains: dict[str, float], sender: str = "evaluator") -> dict[str, Scored]:
+    bench.handle(Received(sender, Gains(4, tuple(gains.items()))))
+    return {each.learner: each for each in bench.orders(Scored)}
+
+
+def outcome_of(bench: Any, learner: str) -> Any:
+    """The next contribution of a learner: how it is folded, or why it is dropped."""
+    while bench.ask(learner) == Asking(0, 0):
+        bench.step(learner)
+    orders = bench.body(learner)
+    if bench.machine.state.rounds and any(isinstance(each, Merge) for each in orders):
+        bench.merged()
+    return next(each for each in orders if isinstance(each, Drop | Fold))
+
+
+def test_a_learner_with_a_low_score_is_excluded_and_returns(shard_bench: Any) -> None:
+    bench = with_scores(shard_bench)
+    assert {each.weight for each in measured(bench, HARMFUL).values()} == {1.0}, "one is too few"
+    assert isinstance(outcome_of(bench, "bad"), Fold)
+    found = measured(bench, HARMFUL)
+    assert {name for name, each in found.items() if each.weight == 0.0} == {"bad"}
+    assert found["bad"].score == pytest.approx(-0.5 / 0.9)
+    assert [note.text for note in bench.orders(Note)] == ["bad is excluded"]
+    dropped = outcome_of(bench, "bad")
+    assert isinstance(dropped, Drop)
+    assert dropped.why == "weight 0: excluded until its score exceeds 0.5; it is -0.56"
+    assert isinstance(outcome_of(bench, "a"), Fold)
+    good = {**HARMFUL, "bad": 1.0}
+    assert measured(bench, good)["bad"].weight == 0.0
+    assert not bench.orders(Note)
+    assert measured(bench, good)["bad"].weight == 1.0
+    assert [note.text for note in bench.orders(Note)] == ["bad counts again"]
+    assert isinstance(outcome_of(bench, "bad"), Fold)
+
+
+def test_a_low_score_lowers_the_weight(shard_bench: Any) -> None:
+    bench = with_scores(shard_bench, "weigh")
+    measured(bench, HARMFUL)
+    measured(bench, HARMFUL)
+    assert outcome_of(bench, "bad").discount == WEIGHT_MIN
+    assert outcome_of(bench, "c").discount == 1.0
+    for _ in range(4):
+        measured(bench, {**HARMFUL, "bad": 0.25})
+    fold = outcome_of(bench, "bad")
+    assert fold.discount == pytest.approx(0.25 / 0.9 / 0.5)
+    assert "its weight is 0.56 of the usual, because its score is 0.28" in fold.why
+
+
+def test_scores_are_only_shown(shard_bench: Any) -> None:
+    bench = with_scores(shard_bench, "show")
+    measured(bench, HARMFUL)
+    assert measured(bench, HARMFUL)["bad"].weight == 1.0
+    assert outcome_of(bench, "bad").discount == 1.0
+
+
+def test_fewer_than_half_of_the_learners_are_excluded(shard_bench: Any) -> None:
+    """Otherwise the median could be that of a bad learner."""
+    bench = with_scores(shard_bench)
+    measured(bench, HARMFUL)
+    measured(bench, HARMFUL)
+    weights = []
+    for _ in range(4):
+        found = measured(bench, {"a": 1.0, "b": -1.0, "c": 1.0, "bad": 1.0})
+        weights.append([name for name in NAMES if found[name].weight == 0.0])
+    assert weights == [["bad"], [], ["b"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    "gains",
+    [
+        {"a": 1.0, "bad": -1.0},
+        {**HARMFUL, "bad": float("nan")},
+        {"a": -1.0, "b": -0.1, "c": -2.0, "bad": 1.0},
+        {"a": 1.0, "b": 0.2, "c": 3.0, "bad": -1.0},
+        {"a": 1.0, "b": 1.0, "nobody": 1.0},
+    ],
+    ids=["two learners", "not finite", "the median does not help", "chance", "an unknown learner"],
+)
+def test_gains_that_say_nothing_change_nothing(shard_bench: Any, gains: dict[str, float]) -> None:
+    bench = with_scores(shard_bench)
+    for _ in range(3):
+        assert not measured(bench, gains)
+    assert not bench.machine.state.scores
+
+
+def test_only_an_observer_scores(shard_bench: Any) -> None:
+    bench = with_scores(shard_bench)
+    for _ in range(3):
+        assert not measured(bench, HARMFUL, sender="a")
+    assert not bench.machine.state.scores
+
+
+def test_a_restarted_shard_has_the_scores(shard_bench: Any) -> None:
+    bench = with_scores(shard_bench)
+    measured(bench, HARMFUL)
+    measured(bench, HARMFUL)
+    memory = remembered(bench.machine.state)
+    fresh = with_scores(shard_bench)
+    recall(fresh.machine.state, decode(encode(memory), [ShardMemory]))
+    assert fresh.machine.state.scores == bench.machine.state.scores
+    assert isinstance(outcome_of(fresh, "bad"), Drop)
+
+
+def test_the_evaluator_sends_gains_to_every_shard(learner_bench: Any) -> None:
+    bench = learner_bench("observer", fragments=2, shards=2)
+    orders = bench.handle(GainsMeasured(4, (("a", 1.0),)))
+    assert [each.message for each in orders] == [Gains(4, (("a", 1.0),))] * 2
+    assert len({each.peer for each in orders}) == 2
