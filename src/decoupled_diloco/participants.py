@@ -88,7 +88,7 @@ from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.reports import StepLosses, StepReports
 from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge.layout import unwrapped
-from decoupled_diloco.protocol.messages import Paused
+from decoupled_diloco.protocol.messages import GainsMeasured, Paused
 from decoupled_diloco.ranks.group import chosen_sync_ranks, is_sharded, ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.tape import TapeWriter
@@ -783,6 +783,11 @@ class Observer:
         """
         self._membership.raise_failure()
         return self._boundary()
+
+    def _report(self, gains: GainsMeasured | None) -> None:
+        """Send the shards what the evaluator has measured of the learners, if anything."""
+        if gains is not None:
+            self._membership.background.submit(gains)
 
     def wait(self, timeout: float) -> None:
         """Return after ``timeout`` seconds, or as soon as the observer is `done`."""

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
+from decoupled_diloco.config.sync import ROBUST_RULES
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.tape import TapeReader
@@ -129,6 +130,15 @@ def test_every_published_version_and_the_final_weights_are_the_same(run: Path) -
     assert sum(result.versions for result in results) == published(run) > 20
     lives = [r for r in TapeReader(run) if r.process == "shard-1" and r.kind == "start"]
     assert len(lives) == 2
+
+
+@pytest.mark.parametrize("rule", ROBUST_RULES)
+def test_the_weights_of_a_robust_rule_are_the_same(rule: str, tmp_path: Path) -> None:
+    text = RUN.replace("[syncer]", f'[sync.merge]\nrule = "{rule}"\n\n[syncer]')
+    simulated(tmp_path / "robust", text.replace("max_steps = 40", "max_steps = 24"))
+    for result in replay_weights(tmp_path / "robust"):
+        assert result.merges >= 4
+        assert (result.final, result.unknown, result.differences) == ("the same", 0, [])
 
 
 def test_the_command_reports_the_same_bits(run: Path) -> None:

@@ -265,6 +265,51 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "a shard checks leases before it handles what has arrived",
         test="unit/syncer/test_late_ticks.py::test_arrived_messages_are_handled_before_the_tick",
     ),
+    Break(
+        "probation-ignored",
+        "if False:",
+        "a learner counts at once after it joined with a fresh optimizer",
+        test="unit/protocol/test_trust.py"
+        "::test_a_contribution_on_probation_is_discarded_with_a_reason",
+    ),
+    Break(
+        "probation-counts-for-quorum",
+        "return len(self.present)",
+        "a request to a learner with weight 0 completes the quorum",
+        test="unit/protocol/test_trust.py"
+        "::test_the_window_closes_only_with_a_quorum_of_learners_with_weight",
+    ),
+    Break(
+        "weightless-training-kept",
+        "if False:",
+        "training with weight 0 stays in the parameters and is merged later",
+        test="unit/protocol/test_trust.py"
+        "::test_a_discarded_contribution_is_dropped_with_the_next_copy",
+    ),
+    Break(
+        "exclusion-ignored",
+        "if False:",
+        "an excluded learner still counts",
+        test="unit/protocol/test_trust.py::test_a_learner_with_a_low_score_is_excluded_and_returns",
+    ),
+    Break(
+        "all-excluded",
+        "standing.excluded = True",
+        "scores may exclude half of the learners",
+        test="unit/protocol/test_trust.py::test_fewer_than_half_of_the_learners_are_excluded",
+    ),
+    Break(
+        "anyone-scores",
+        'if options.trust == "off":',
+        "a learner may score the others",
+        test="unit/protocol/test_trust.py::test_only_an_observer_scores",
+    ),
+    Break(
+        "scores-forgotten",
+        "pass",
+        "a shard that restarts has lost the scores",
+        test="unit/protocol/test_trust.py::test_a_restarted_shard_has_the_scores",
+    ),
     *DEVICES,
     *PRIVACY,
     Break(

@@ -52,6 +52,7 @@ def random_options(choices: Choices, learners: int) -> Options:
         late=choices.fork("late").pick(["next", "next", "drop"]),
         norm_gate=choices.fork("gate").pick([0.0, 10.0]),
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),
+        probation_periods=choices.fork("probation").pick([0, 0, 0, 1]),
         checkpoint_every_seconds=choices.fork("cuts").pick([0.0, 2.0, 5.0, 15.0]),
     )
 

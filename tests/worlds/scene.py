@@ -326,6 +326,7 @@ def config_of(
             "flush_seconds": hand_in_seconds,
         },
         "data": leased,
+        "trust": {"probation_periods": options.probation_periods},
         "workload": {},
     }
     if options.secure:

@@ -130,6 +130,9 @@ def options_of(config: RunConfig) -> Options:
         late_rounds_max=sync.late.max_versions,
         late_discount=sync.late.discount,
         discount_of=sync.late.discount_of,
+        probation_periods=config.trust.probation_periods,
+        trust=config.trust.act,
+        score_limit=config.trust.score_limit,
         counter_cap_periods=sync.merge.counter_cap_periods,
         norm_gate=sync.merge.norm_gate if sync.wait == "never" and not secure else 0.0,
         oversized=sync.merge.oversized,
@@ -189,6 +192,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         buffers="one" if sync.merge.buffers == "one" else "mean",
         feedback=None if config.privacy.secure_sums else sync.codec.feedback,
         secure=_fixed_point(config),
+        trim=sync.merge.trim,
     )
 
 

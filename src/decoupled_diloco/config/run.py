@@ -29,7 +29,7 @@ from decoupled_diloco.config.privacy import (
     check_secure_sums,
 )
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
-from decoupled_diloco.config.sync import OuterSettings, SyncSettings
+from decoupled_diloco.config.sync import SUMMED_RULES, OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
 from decoupled_diloco.errors import ConfigError
 
@@ -55,6 +55,7 @@ _PRIVATE: dict[str, Any] = {
     "faults": True,
     "sites": True,
     "launch": True,
+    "trust": {"score_every"},
 }
 """The settings that learners do not receive."""
 
@@ -540,6 +541,41 @@ class SiteSettings(Settings):
         return value
 
 
+class TrustSettings(Settings):
+    """`[trust]`: what limits the harm of a learner that trains badly."""
+
+    table: ClassVar[str] = "[trust]"
+
+    probation_periods: int = Field(default=0, ge=0)
+    """Number of periods of `sync_every` own steps in which a learner's contributions have weight 0
+    after it joined a run in progress with a fresh inner optimizer: without a checkpoint, and
+    without the state of another learner. Such a learner counts for no quorum. Its training is
+    dropped, so raise it only if joining learners raise the loss. 0: a learner counts at once (the
+    paper)."""
+
+    act: Literal["off", "show", "weigh", "exclude"] = "off"
+    """Whether the evaluator scores learners, and what a low score does. The score is the median of
+    the last 3 gains: by how much a learner's own contributions of one period lower the held-out
+    loss, relative to the median learner. "show" only displays it. "weigh" lowers the weight of a
+    learner's contributions. "exclude" gives them weight 0 until its score has recovered. Both need
+    2 gains. With scores, the shards record payloads, as with `record_payloads` in [syncer]."""
+
+    score_every: int = Field(default=4, ge=2)
+    """Periods of `sync_every` steps from one score to the next, at least 2. For each score, the
+    evaluator evaluates the model once per learner, and once more."""
+
+    score_limit: float = Field(default=0.25, gt=0, le=0.5)
+    """Score below which a learner is excluded, greater than 0 to 0.5. It counts again above twice
+    the limit. With "weigh", a learner's weight falls from twice the limit on, in proportion to its
+    score. Lower the limit if learners have very different data."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """How to score without scores, and a limit without an effect."""
+        if self.act == "off":
+            return dict.fromkeys(("score_every", "score_limit"), "with act='off'")
+        return {"score_limit": "with act='show'"} if self.act == "show" else {}
+
+
 class RunConfig(Settings):
     """A whole run: the settings of one TOML file, with all defaults filled in."""
 
@@ -570,6 +606,9 @@ class RunConfig(Settings):
     workload: WorkloadSettings | None = Field(default_factory=WorkloadSettings)
     """Model and data; `None` if the learners run a `command` with its own."""
 
+    trust: TrustSettings = Field(default_factory=TrustSettings)
+    """What limits the harm of a learner that trains badly."""
+
     faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
     """Learners to kill during the run."""
 
@@ -589,6 +628,11 @@ class RunConfig(Settings):
         if not self.privacy.secure_sums:
             return {}
         return {name: WITH_SECURE_SUMS + why for name, why in UNUSED_BY_SUMS.items()}
+
+    @property
+    def records_payloads(self) -> bool:
+        """Whether the shards record the payloads of contributions."""
+        return self.syncer.record_payloads or self.trust.act != "off"
 
     def workload_options(self) -> dict[str, Any]:
         """The options for the workload: those of the file, and two from the run.
@@ -726,6 +770,7 @@ class RunConfig(Settings):
         self._check_addresses()
         self._check_sites()
         self._check_quotas()
+        self._check_trust()
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
@@ -775,7 +820,7 @@ class RunConfig(Settings):
                 known[f"{index}"] = site.name
             known[f"site {site.name}"] = site.name
             self._check_place(site)
-        if self.sites and ":" in self.sync.merge.rule:
+        if self.sites and self.sync.merge.rule not in SUMMED_RULES:
             raise ConfigError(
                 f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
                 "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"
@@ -809,6 +854,45 @@ class RunConfig(Settings):
             if site.upstream:
                 relays[site.upstream] += [*relays[site.name], site.name]
         return relays
+
+    def _check_trust(self) -> None:
+        act, learners, quorum = self.trust.act, self.run.learners, self.sync.quorum
+        if act == "off":
+            return
+        if not self.run.evaluator or self.run.evaluate_command:
+            raise ConfigError(
+                f"act={act!r} in [trust] needs the built-in evaluator, which scores the learners: "
+                "set evaluator=true in [run] without evaluate_command, or leave act out"
+            )
+        if self.privacy.secure_sums:
+            raise ConfigError(
+                f"act={act!r} in [trust] cannot be combined with secure_sums=true in [privacy], "
+                "because a score needs single contributions: leave one of them out"
+            )
+        if self.sites:
+            raise ConfigError(
+                f"act={act!r} in [trust] cannot be combined with [[sites]], because a relay sends "
+                "sums and not single contributions: leave one of them out"
+            )
+        if act == "show":
+            return
+        if learners < 3:
+            raise ConfigError(
+                f"act={act!r} in [trust] needs at least 3 learners, but learners={learners} in "
+                "[run]: a score compares with the median learner: set act='show'"
+            )
+        if act == "weigh" and self.sync.participation == "async":
+            raise ConfigError(
+                "act='weigh' in [trust] cannot be combined with participation='async', which "
+                "merges contributions one by one, so that a weight has no effect: set act='exclude'"
+            )
+        left = learners - (learners - 1) // 2
+        if act == "exclude" and quorum > left:
+            raise ConfigError(
+                f"quorum={quorum} in [sync] exceeds {left}: act='exclude' in [trust] may exclude "
+                f"{learners - left} of {learners} learners, and the run would then stall: lower "
+                "quorum, or set act='weigh'"
+            )
 
     def _check_place(self, site: SiteSettings) -> None:
         """Reject a choice of nodes that the backend would ignore."""

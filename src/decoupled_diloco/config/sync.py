@@ -34,8 +34,11 @@ BITS = {
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """The built-in outer optimizers; every other name is a class of torch.optim."""
 
-MERGE_RULES = ("rda", "mean")
-"""The built-in merge rules."""
+SUMMED_RULES = ("rda", "mean")
+"""The built-in merge rules that need only sums, which a relay can send."""
+
+ROBUST_RULES = ("median", "trimmed-mean", "geometric-median")
+"""The built-in merge rules that need single contributions."""
 
 CHAIN_MAX = 16
 """The longest chain of differences of a fragment that a learner applies instead of a whole copy."""
@@ -175,7 +178,15 @@ class MergeSettings(Settings):
     directions separately, because the plain mean of nearly orthogonal contributions shrinks by 1/√M
     (paper; here 1.6 % lower loss at H = 24). It also keeps noise: "mean" was 1.5 % better at H = 8,
     and 3.1 % better with Muon as the inner optimizer (benchmarks/results/schedule, longer).
-    "module:function" is your own rule."""
+    "median", "trimmed-mean" and "geometric-median" limit the harm of bad contributions
+    (docs/how-to/harmful-learners.md). The first two work on each element, the third one on each
+    piece of a tensor, and all use the weights. They keep all contributions of a fragment until its
+    merge: 4 bytes per element and learner. "module:function" is your own rule."""
+
+    trim: float = Field(default=0.2, gt=0, lt=0.5)
+    """Share of the weight that "trimmed-mean" leaves out at each end of an element's values,
+    greater than 0 to less than 0.5. It must be at least the share of bad learners, or their
+    extreme values count."""
 
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a contribution: "tokens" is tokens · (tokens / steps) since the last sync (paper,
@@ -206,15 +217,19 @@ class MergeSettings(Settings):
     weight instead. With "local" each learner keeps its own, and the published weights have none."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`oversized` without a gate."""
-        return {"oversized": "with norm_gate=0"} if self.norm_gate == 0 else {}
+        """`oversized` without a gate, and `trim` with other rules."""
+        ignored = {"oversized": "with norm_gate=0"} if self.norm_gate == 0 else {}
+        if self.rule != "trimmed-mean":
+            ignored["trim"] = f"with rule={self.rule!r}"
+        return ignored
 
     @field_validator("rule")
     @classmethod
     def _check_rule(cls, name: str) -> str:
-        if name not in MERGE_RULES and not is_own(name):
+        known = SUMMED_RULES + ROBUST_RULES
+        if name not in known and not is_own(name):
             raise ConfigError(
-                f"rule={name!r} in [sync.merge] is not known: {suggestion(name, MERGE_RULES)} (A "
+                f"rule={name!r} in [sync.merge] is not known: {suggestion(name, known)} (A "
                 "custom rule is written as 'module:function'.)"
             )
         return name

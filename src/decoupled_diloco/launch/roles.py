@@ -25,6 +25,7 @@ from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.on_device import home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name, open_tape
 from decoupled_diloco.launch.run_folder import Position
+from decoupled_diloco.launch.scoring import Scorer
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.launched import client_in_run
 from decoupled_diloco.learner.learner_model import Model, device_text
@@ -428,10 +429,15 @@ async def evaluate(
         ) as observer:
             tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
             done = False
+            scorer = None
+            if config.trust.act != "off":
+                scorer = Scorer(config, folder, workload, model)
             while not done:
                 done = observer.done
                 observer.pull()
                 _evaluate(workload, model, observer.global_step, tape)
+                if scorer is not None:
+                    observer._report(scorer.gains(observer.global_step, observer.versions))
                 if not done:
                     await observer._stay(config.run.evaluate_interval_seconds)
             _sample_text(workload, model, tape)

@@ -231,7 +231,7 @@ def is_run_folder(path: Path) -> bool:
     has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
     with contextlib.suppress(OSError, ValueError, RecursionError):  # TOML and UTF-8 both
         tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        optional = {"faults", "sites", "tls", "launch", "workload"}
+        optional = {"faults", "sites", "tls", "launch", "trust", "workload"}
         return has_tape and tables.keys() >= set(RunConfig.model_fields) - optional
     return False
 

@@ -66,7 +66,7 @@ class MergePlan:
     fragments: tuple[Fragment, ...]
     uplink: Codec
     downlink: Codec
-    method: str  # `"rda"`, `"mean"`, or the user's rule as `"module:function"`
+    method: str  # as `sync.merge.rule`: `"rda"`, `"mean"`, or a name for `rule_named`
     weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: equal weights
     outer: Callable[[int], OuterOptimizer]  # creates the outer optimizer of N parameters
     buffers: Buffers = "mean"  # merged by the `"mean"`, or taken from `"one"` learner
@@ -77,6 +77,7 @@ class MergePlan:
     other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
     secure: FixedPoint | None = None  # the format of masked contributions, with secure sums
     coarser: tuple[Codec, ...] = ()  # codecs that a shard may select instead of `uplink`
+    trim: float = 0.0  # share of the weight that a trimmed mean leaves out at each end
 
     @classmethod
     def make(
@@ -96,6 +97,7 @@ class MergePlan:
         feedback: float | None = None,
         coarser: Sequence[str] = (),
         secure: FixedPoint | None = None,
+        trim: float = 0.0,
     ) -> MergePlan:
         """Create a plan from a layout and settings.
 
@@ -121,6 +123,7 @@ class MergePlan:
             feedback=feedback,
             coarser=tuple(map(codec, coarser)),
             secure=secure,
+            trim=trim,
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -138,7 +141,7 @@ class MergePlan:
         """
         numel, cut = self.fragments[fragment].numel, self.segments(fragment)
         if self._merge_method == "own":
-            return RuleAccumulator(self.method, numel, cut)
+            return RuleAccumulator(self.method, numel, cut, self.trim)
         return Accumulator(numel, cut, buffer=buffer)
 
     @property

@@ -1,9 +1,13 @@
-"""Custom merge rules: merge the learners' contributions to one piece of a tensor.
+"""Merge rules that need single contributions: the robust rules, and a user's own.
 
 A fragment's parameters are merged piece by piece (see `fragments.segments`). Its buffers are merged
-as with the built-in rules. A user's function with two arguments is the rule itself. It requires all
+as with the built-in rules. A function with two arguments is the rule itself. It requires all
 contributions at once, so the shard keeps them until the merge: 4 bytes per element and learner. A
 function with one argument, or a class, creates an `OwnAccumulator`, which can keep less.
+
+A robust rule limits what one contribution can change, whatever it contains. The bound holds while
+the others have more than half of the weight, so a learner that claims many tokens must not gain
+weight by it (``sync.merge.weighting = "uniform"``).
 
 Shapes:
     M  contributions, at least 1
@@ -15,6 +19,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,7 +28,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.merge.accumulate import Accumulator, Contribution
-from decoupled_diloco.merge.blocks import is_finite
+from decoupled_diloco.merge.blocks import BLOCK, is_finite, norm_of
 from decoupled_diloco.merge.fragments import Segment
 
 Rule = Callable[[Tensor, Tensor], Tensor]
@@ -59,6 +65,88 @@ class FragmentMerge(Protocol):
         """See `Accumulator.result`."""
 
 
+MEDIAN_TRIM = 0.4999
+"""The share that a median cuts off at each end. The rest is the middle value, or the two middle
+values if half of the weight is on either side of them."""
+
+WEISZFELD_STEPS = 64
+"""Most steps of the geometric median."""
+
+WEISZFELD_TOLERANCE = 1e-5
+"""The geometric median has been found when a step is shorter than this, relative to its length."""
+
+WEISZFELD_DISTANCE = 1e-6
+"""Least distance to a contribution, relative to their median norm: no share is infinite."""
+
+
+def trimmed_mean(contributions: Tensor, weights: Tensor, trim: float) -> Tensor:
+    """Return the mean of each element without its smallest and its largest values.
+
+    Each element is a different order of the M values. From each end of it, values with a total
+    weight of `trim` are left out; a value at the border counts with the rest of its weight.
+
+    Args:
+        contributions: fp32 [M, N].
+        weights: fp32 [M], sum 1.
+        trim: Share of the weight at each end, 0 to less than 0.5.
+
+    Examples:
+        >>> values = torch.tensor([[1.0], [2.0], [3.0], [100.0]])
+        >>> trimmed_mean(values, torch.full((4,), 0.25), 0.25).tolist()
+        [2.5]
+
+    Source:
+        Yin et al. (arXiv 1803.01498), Definition 2, for equal weights.
+    """
+    parts = []
+    for block in torch.split(contributions, max(1, BLOCK // len(contributions)), dim=1):
+        values, order = block.sort(dim=0, stable=True)
+        sorted_weights = weights.double()[order]
+        upper = sorted_weights.cumsum(dim=0)
+        kept = upper.clamp(max=1 - trim) - (upper - sorted_weights).clamp(min=trim)
+        kept.clamp_(min=0)
+        parts.append(((kept * values).sum(dim=0) / kept.sum(dim=0)).float())
+    return torch.cat(parts)
+
+
+def geometric_median(contributions: Tensor, weights: Tensor) -> Tensor:
+    """Return the point with the least weighted sum of distances to the contributions.
+
+    Weiszfeld's iteration starts at the median of each element, so that no outlier moves its start.
+
+    Args:
+        contributions: fp32 [M, N].
+        weights: fp32 [M], sum 1.
+
+    Examples:
+        >>> values = torch.tensor([[0.0, 0.0], [0.0, 0.0], [90.0, 0.0]])
+        >>> geometric_median(values, torch.full((3,), 1 / 3)).round(decimals=3).tolist()
+        [0.0, 0.0]
+
+    Source:
+        Pillutla et al., Robust Aggregation for Federated Learning (arXiv 1912.13445), Algorithm 2.
+    """
+    point = trimmed_mean(contributions, weights, MEDIAN_TRIM)
+    least = median(map(norm_of, contributions)) * WEISZFELD_DISTANCE
+    for _ in range(WEISZFELD_STEPS if least > 0 else 0):
+        distances = [max(least, norm_of(each - point)) for each in contributions]
+        shares = [float(w) / d for w, d in zip(weights, distances, strict=True)]
+        total = math.fsum(shares)
+        before = point
+        scaled = [share / total for share in shares]
+        point = torch.tensor(scaled, dtype=torch.float32, device="cpu") @ contributions
+        if norm_of(point - before) <= WEISZFELD_TOLERANCE * norm_of(point):
+            break
+    return point
+
+
+ROBUST: dict[str, Callable[[float], Rule]] = {
+    "median": lambda trim: partial(trimmed_mean, trim=MEDIAN_TRIM),
+    "trimmed-mean": lambda trim: partial(trimmed_mean, trim=trim),
+    "geometric-median": lambda trim: geometric_median,
+}
+"""The robust rules of `sync.merge.rule`, each as a function of `sync.merge.trim`."""
+
 _rules: dict[str, MakeAccumulator] = {}
 
 
@@ -86,12 +174,14 @@ def register_rule(name: str, function: Callable[..., Any]) -> None:
     _rules[name] = make
 
 
-def rule_named(name: str) -> MakeAccumulator:
-    """Return a registered merge rule.
+def rule_named(name: str, trim: float = 0.0) -> MakeAccumulator:
+    """Return a robust rule, with its trim, or a registered one.
 
     Raises:
         ConfigError: This process has not loaded the rule.
     """
+    if name in ROBUST:
+        return lambda numel: _Gathering(ROBUST[name](trim))
     if name not in _rules:
         raise ConfigError(
             f"merge rule {name!r} is not loaded in this process: load the run's file with "
@@ -101,16 +191,19 @@ def rule_named(name: str) -> MakeAccumulator:
 
 
 class RuleAccumulator:
-    """Merges one fragment by a user's rule, and the fragment's buffers by the built-in rule.
+    """Merges one fragment by a rule of this module, and its buffers by the built-in rule.
 
     Args:
         name: The rule's name.
         numel: The number of elements of the fragment.
         segments: The segments of its pieces, followed by those of its buffers.
+        trim: See `sync.merge.trim`.
     """
 
-    def __init__(self, name: str, numel: int, segments: Sequence[Segment]) -> None:
-        make = rule_named(name)
+    def __init__(
+        self, name: str, numel: int, segments: Sequence[Segment], trim: float = 0.0
+    ) -> None:
+        make = rule_named(name, trim)
         self._name = name
         self._segments = tuple(segments)
         self._pieces = [(s, make(s.stop - s.start)) for s in segments if s.merge == "own"]

@@ -153,6 +153,12 @@ SHARD = (
         "Tokens of the learner's current incarnation whose training was overwritten",
         "learner",
     ),
+    _gauge(
+        "ddiloco_shard_learner_score",
+        "Median of the learner's last gains, in gains of the median learner; only with "
+        "act in [trust]",
+        "learner",
+    ),
     _gauge("ddiloco_shard_learner_step_seconds", "Mean duration of an inner step", "learner"),
     _gauge(
         "ddiloco_shard_learner_loss", "Last training loss; +Inf if it is not a number", "learner"

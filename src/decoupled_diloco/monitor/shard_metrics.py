@@ -137,6 +137,9 @@ class ShardMetrics:
             "ddiloco_shard_learner_run_step": each("run_step"),
             "ddiloco_shard_learner_tokens_total": each("tokens"),
             "ddiloco_shard_learner_discarded_tokens_total": each("discarded"),
+            "ddiloco_shard_learner_score": lambda: [
+                ((name,), each.score) for name, each in state.scores.items()
+            ],
             "ddiloco_shard_learner_step_seconds": each("step_seconds"),
             "ddiloco_shard_learner_loss": each("loss"),
         }

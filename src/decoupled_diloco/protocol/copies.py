@@ -174,7 +174,8 @@ def apply_staged(
     forgets = options.error_feedback and view.restored and sent is None and not options.devices
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
-    view.behind = view.restored = view.unfit = False
+    view.behind = view.restored = False
+    view.dropped = ""
     view.again = 0
     view.alone = 0
     state.discarded_tokens += discarded
@@ -222,10 +223,10 @@ def apply_mode(
     """
     sent, keeps = view.sent, state.ended
     diverged = has_diverged(options, view)  # break: apart-steps-kept
-    if view.unfit and not keeps:
+    if view.dropped and not keeps:  # break: weightless-training-kept
         # If it were kept, every later contribution would contain it and be refused too. This holds
         # even if it was sent, because subtracting from NaN gives NaN.
-        return "overwrite", "its training was too large or not finite"
+        return "overwrite", view.dropped
     if sent is not None:  # break: lost-contribution-kept, in-flight-steps-kept
         mode: Mode = sent.taken.alignment  # break: merged-steps-carried
         follows = sent.version is None or sent.version > version

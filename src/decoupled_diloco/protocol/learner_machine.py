@@ -50,6 +50,8 @@ from decoupled_diloco.protocol.messages import (
     Fetch,
     FetchState,
     Finished,
+    Gains,
+    GainsMeasured,
     GivenUp,
     Hello,
     Hold,
@@ -123,6 +125,16 @@ UNFIT = (
     "for NaN in its loss and optimizer state, lower the learning rate or clip gradients, and "
     "restart it"
 )
+DROPPED: dict[str, str] = {
+    "unfit": "its training was too large or not finite",
+    "discarded": "its contribution had weight 0",
+}
+"""Why the training in a refused contribution is dropped with the next copy, by verdict."""
+
+
+DISCARDED = "'ddiloco status' shows since when and why"
+
+
 REFUSED = "if this continues, 'ddiloco explain' shows the outcome of each contribution"
 
 
@@ -176,6 +188,8 @@ class LearnerMachine:
                 return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
                 return leaving.stop_requested(self.state, self.options, why)
+            case GainsMeasured(step, gains):
+                return self._report_gains(Gains(step, gains))
             case VisitEnded():
                 return visits.visit_ended(self.state)
             case RandomDrawn(states):
@@ -279,7 +293,11 @@ class LearnerMachine:
         # The boundary comes first: it may discard tokens, which the report then includes.
         effects = self._boundary(now)
         report = StepReport(
-            state.step, state.tokens, state.step_seconds.value or 0.0, state.discarded_tokens
+            state.step,
+            state.tokens,
+            state.step_seconds.value or 0.0,
+            state.discarded_tokens,
+            fresh=state.is_fresh,
         )
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
@@ -483,6 +501,11 @@ class LearnerMachine:
             return [Release(why)]
         return []
 
+    def _report_gains(self, message: Gains) -> list[LearnerEffect]:
+        """Send measured gains to every shard; each decides about its own fragments."""
+        linked = [shard for shard, link in enumerate(self.state.shards) if link.linked]
+        return [Send(shard_peer(shard), message, "learners were scored") for shard in linked]
+
     def _linked(self, shard: int) -> list[LearnerEffect]:
         link = self.state.shards[shard]
         link.linked = True
@@ -503,6 +526,7 @@ class LearnerMachine:
             # A failed upload is not listed, so that the shard closes its request.
             asks=tuple(sent.ask for _, sent in self._unresolved(shard) if not sent.failed),
             trained=visits.trained_fragments(self.state, self.options, shard),
+            fresh=self.state.is_fresh,
         )
         return [Send(shard_peer(shard), hello, "a connection is open")]
 
@@ -732,8 +756,8 @@ class LearnerMachine:
             view.sent = None
         elif sent is not None:
             self._late_is_lost(view, sent)
-        if sent is not None and message.verdict == "unfit":
-            view.unfit = True
+        if sent is not None and message.verdict in DROPPED:
+            view.dropped = DROPPED[message.verdict]
         masked_in_vain = self.options.secure and message.verdict == "abandoned"
         if message.verdict == "behind" or masked_in_vain:  # break: abandoned-sum-drops-training
             view.behind = True
@@ -742,12 +766,13 @@ class LearnerMachine:
     def _refused(self, message: Outcome) -> list[LearnerEffect]:
         """Log a contribution that was not merged, ever more rarely."""
         counts, unfit = self.state.refusals, message.verdict == "unfit"
+        advice = {"unfit": UNFIT, "discarded": DISCARDED}.get(message.verdict, REFUSED)
         counts[message.verdict] = count = counts.get(message.verdict, 0) + 1
         if not is_worth_a_word(count, first=1 if unfit else 3):
             return []
         text = f"it sent a contribution to fragment {message.fragment} that is not merged"
         text += f" ({count} so far)"
-        return [Note(text, f"{message.reason}: {UNFIT if unfit else REFUSED}", warns=True)]
+        return [Note(text, f"{message.reason}: {advice}", warns=True)]
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

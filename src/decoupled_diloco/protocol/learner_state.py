@@ -172,7 +172,8 @@ class FragmentView:
     ``again`` counts the contributions that this device has made from ``held`` before it started
     from it again.
 
-    ``unfit``: a contribution made from ``held`` or before was refused for its values.
+    ``dropped`` is why its training is dropped with the next copy: a contribution made from ``held``
+    or before was refused for its values, or had weight 0.
 
     ``alone`` counts the steps since ``held`` was applied that were taken without any message from
     the shard, up to its last welcome; see `copies.has_diverged`.
@@ -207,7 +208,7 @@ class FragmentView:
     owed_at: int | None = None
     restored: bool = False
     again: int = 0
-    unfit: bool = False
+    dropped: str = ""
     alone: int = 0
     merged_step: int = 0
     seals: dict[Version, tuple[str, str]] = field(default_factory=dict)
@@ -303,7 +304,8 @@ class LearnerState:
     ``place_step`` is its step when it got the place. ``contributed``: a contribution since then is
     folded. ``visit_over``: it has lost its place, so no step follows.
     ``twins`` lists learners that seem to train on the same data. ``refusals`` counts the
-    contributions that were not merged, by verdict.
+    contributions that were not merged, by verdict. ``is_fresh``: it joined a run in progress with a
+    fresh inner optimizer.
     """
 
     fragments: list[FragmentView]
@@ -337,6 +339,7 @@ class LearnerState:
     place_step: int = 0
     contributed: bool = False
     visit_over: bool = False
+    is_fresh: bool = False
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters but not in the held version."""

@@ -20,6 +20,7 @@ Late = Literal["next", "drop"]
 Discount = float | Literal["polynomial"]
 DiscountOf = Literal["weight", "change"]
 Draw = Literal["fair", "uniform"]
+Trust = Literal["off", "show", "weigh", "exclude"]
 
 
 def least_survivors(threshold: int, members: int) -> int:
@@ -62,6 +63,12 @@ class Options:
         late_discount: A late contribution is multiplied by this once per version.
             ``"polynomial"``: by (1+s)^-1/2 for a contribution that is s versions late (FedBuff).
         discount_of: What is multiplied: its weight in the merge, or its values.
+        probation_periods: Number of H steps for which a learner that joined with a fresh optimizer
+            has weight 0 (rule 26).
+        trust: What a low score does: nothing (``"show"``), lower the learner's weight
+            (``"weigh"``), or exclude its contributions (``"exclude"``). ``"off"``: no scores.
+        score_limit: The score below which a learner is excluded. Below twice the limit, its weight
+            is lower.
         counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
             cannot dominate a merge.
         norm_gate: k of the norm gate; 0: no gate.
@@ -107,6 +114,9 @@ class Options:
     late_rounds_max: int = 32
     late_discount: Discount = 1.0
     discount_of: DiscountOf = "weight"
+    probation_periods: int = 0
+    trust: Trust = "off"
+    score_limit: float = 0.25
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
     oversized: Oversized = "clip"
@@ -196,6 +206,11 @@ class Options:
     def steps_counted(self) -> int:
         """The most steps of one contribution that count (rule 6)."""
         return self.counter_cap_periods * self.period
+
+    @property
+    def probation_steps(self) -> int:
+        """The own steps for which a learner is on probation."""
+        return self.probation_periods * self.period
 
     def revised(self, revision: Revision | None) -> Options:
         """Return the settings under a schedule revision; ``None``: unchanged."""

@@ -187,6 +187,7 @@ def reported(
         for round in state.rounds.values():
             round.first_step(member.learner)
     member.reported_at, since = now, member.step
+    member.is_fresh = report.fresh
     advance_step(state, member, now, report.step)
     effects = _steps_again(state, member) if member.stalled else []
     known.tokens, known.steps = max(known.tokens, report.tokens), max(known.steps, member.step)

@@ -471,7 +471,7 @@ LOSS_MAX = 1e30
 SecureStep = Literal["share", "mask", "open"]
 
 
-Verdict = Literal["accepted", "refused", "unfit", "behind", "abandoned"]
+Verdict = Literal["accepted", "refused", "unfit", "discarded", "behind", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +485,7 @@ class Hello:
     that the learner has answered, or is answering, without an outcome so far. ``shard`` is the
     shard that the learner dials; ``None`` if it does not know which shard has the address.
     ``trained`` lists the fragments that a device has trained since its last visit, for a
-    contribution from the held version (rule 23).
+    contribution from the held version (rule 23). ``fresh`` as in `StepReport`.
     """
 
     learner: str
@@ -499,6 +499,7 @@ class Hello:
     asks: tuple[Asking, ...] = ()
     shard: int | None = field(default=None, metadata=RARE)
     trained: tuple[int, ...] = field(default=(), metadata=RARE)
+    fresh: bool = field(default=False, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +509,8 @@ class StepReport:
     ``discarded_tokens`` counts tokens whose training was overwritten, summed over the fragments (a
     fragment is one of P parts of the model). ``loss`` is the training loss of the step, if the loop
     passed it. A loss that is not finite or not below ``LOSS_MAX`` is sent as ``LOSS_MAX``. No
-    decision depends on these two fields.
+    decision depends on these two fields. ``fresh``: this incarnation joined a run in progress with
+    a fresh inner optimizer. It is reported only in a run with probation.
     """
 
     step: int
@@ -516,6 +518,7 @@ class StepReport:
     seconds: float
     discarded_tokens: int = 0
     loss: float | None = None
+    fresh: bool = field(default=False, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -635,6 +638,18 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
+class Gains:
+    """Evaluator → shard: by how much each learner's own contributions lower the held-out loss.
+
+    ``gains`` lists learners and the differences of the loss. All contributions are from the same
+    published copies, those at the global step ``step``.
+    """
+
+    step: int
+    gains: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The learner leaves on purpose."""
 
@@ -695,8 +710,8 @@ class Outcome:
     """The result of a contribution. ``version`` is the version that it was merged into.
 
     It is ``None`` unless the verdict is ``accepted``. ``unfit``: refused because its values are too
-    large or not finite, and sending them again would give the same result. ``abandoned``: the merge
-    failed and the contribution is lost.
+    large or not finite, and sending them again would give the same result. ``discarded``: it has
+    weight 0 (rule 26). ``abandoned``: the merge failed and the contribution is lost.
     """
 
     fragment: int
@@ -1133,6 +1148,7 @@ FromLearner = (
     | Holding
     | Ahead
     | Draining
+    | Gains
     | Leave
 )
 
@@ -1549,8 +1565,8 @@ class Participant:
 
     Seconds count from the round's opening; a request before the opening has a negative time.
     ``state`` is ``folded``, ``late`` (in progress when the round merged, so it goes into the next
-    one), ``declined``, ``refused`` or ``gone``. ``age`` is the number of versions by which a folded
-    contribution is late.
+    one), ``declined``, ``refused``, ``discarded`` (it had weight 0) or ``gone``. ``age`` is the
+    number of versions by which a folded contribution is late.
     """
 
     learner: str
@@ -1647,6 +1663,21 @@ class ClockAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """A learner has a new score, for observers (rule 26).
+
+    ``gain`` is the measured difference of the held-out loss. ``score`` is the median of the
+    last gains, in gains of the median learner. ``weight`` is the factor on its weight from now on.
+    """
+
+    learner: str
+    gain: float
+    score: float
+    weight: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A message for people, on the tape and in the log. ``warns``: it requires action."""
 
@@ -1684,6 +1715,7 @@ SyncerEffect = (
     | RoundFinished
     | PrivacyAccounted
     | ClockAdvanced
+    | Scored
     | TakeCheckpoint
     | ForgetCheckpoints
     | Note
@@ -2337,6 +2369,15 @@ class KnownMerges:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownScore:
+    """A learner's last gains, in gains of the median learner, and whether it is excluded."""
+
+    learner: str
+    samples: tuple[float, ...]
+    excluded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ShardMemory:
     """What a shard had in memory besides its copies, at its last merge."""
 
@@ -2345,6 +2386,7 @@ class ShardMemory:
     learners: tuple[KnownLearner, ...] = ()
     norms: tuple[KnownNorms, ...] = ()
     merges: tuple[KnownMerges, ...] = field(default=(), metadata=RARE)
+    scores: tuple[KnownScore, ...] = field(default=(), metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2580,6 +2622,14 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
+class GainsMeasured:
+    """The evaluator has measured gains; see `Gains`."""
+
+    step: int
+    gains: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VisitEnded:
     """A device is about to leave, and its loop takes no more steps."""
 
@@ -2600,6 +2650,7 @@ LearnerEvent = (
     | StepFinished
     | Paused
     | DrainAsked
+    | GainsMeasured
     | VisitEnded
     | RandomDrawn
     | BodyEncoded

@@ -86,7 +86,11 @@ def ready_if_complete(state: LearnerState, options: Options, now: float) -> list
     ready = Ready("every fragment has arrived")
     if recovery is None:
         return [ready]
-    effects: list[LearnerEffect] = [_recovered(state, recovery, now), ready]
+    recovered = _recovered(state, recovery, now)
+    if options.probation_periods and recovered.way == "published":
+        # In the first period, the optimizers of all learners are fresh.
+        state.is_fresh = max(link.clock for link in state.shards) >= options.period
+    effects: list[LearnerEffect] = [recovered, ready]
     if recovery.gives or recovery.search is not None:
         effects.append(Send(COORDINATOR, Trains(recovery.gives), "it has started to train"))
     return effects

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from decoupled_diloco.protocol import privacy_account, same_data, visits
+from decoupled_diloco.protocol import privacy_account, same_data, visits, weighing
 from decoupled_diloco.protocol.clock import window_decision
 from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked, was_drained
 from decoupled_diloco.protocol.link_measurements import payload_arrived
@@ -218,15 +218,30 @@ def body_arrived(
     # A refused payload measures the link as well as an accepted one.
     adapted = payload_arrived(state, options, now, state.members[ask.learner], ask)
     verdict, problem = problem_of(state, options, ask, event)
+    if not problem:
+        verdict, problem = weightless(state, options, ask)
     scale = 1.0
     if not problem:
         scale, problem = gate_scale(state, options, event)
         verdict = "unfit" if scale == 0.0 else "accepted"
     if verdict != "accepted":
         drop = Drop(event.fragment, event.learner, event.ask, problem, ask.relay)
-        closed = close_request(state, options, now, ask, "refused", problem, verdict)
+        became: AskState = "discarded" if verdict == "discarded" else "refused"
+        closed = close_request(state, options, now, ask, became, problem, verdict)
         return [drop, *adapted, *closed]
     return [*adapted, *_fold(state, options, now, ask, event, scale, problem)]
+
+
+def weightless(state: SyncerState, options: Options, ask: Ask) -> tuple[Verdict, str]:
+    """Return the verdict on a contribution with weight 0, and why it has none; empty: it has one.
+
+    It stays discarded if its learner has got a weight since the request, because no quorum counted
+    it.
+    """
+    weight, why = weighing.weight_of(state, options, ask.learner)
+    if ask.weightless or weight == 0.0:
+        return "discarded", f"weight 0: {why or 'its learner was on probation at the request'}"
+    return "accepted", ""
 
 
 def _fold(
@@ -261,6 +276,9 @@ def _fold(
     if options.discount_of == "change":
         # A mean divides by its weights. A weight would cancel where all are equally late.
         scale, discount = scale * discount, 1.0
+    trusted, why_less = weighing.weight_of(state, options, ask.learner)
+    if trusted < 1.0:
+        discount, why = discount * trusted, f"{why}; {why_less}"
     ask.weight = weight_of(options.weighting, steps, tokens, discount)
     ask.party = party_of(options.quotas, ask.learner)
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
@@ -517,8 +535,8 @@ def close_window(state: SyncerState, options: Options, now: float, round: Round)
 
 
 def _qualified(state: SyncerState, round: Round) -> int:
-    """Return the number of learners with an open request or a folded contribution."""
-    return len(state.fragments[round.fragment].present)
+    """Return the number of learners with an open request or a folded contribution, and a weight."""
+    return state.fragments[round.fragment].counted
 
 
 def _possible(state: SyncerState, round: Round) -> int:
@@ -533,11 +551,17 @@ def is_hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     can = _qualified(state, round)
     if round.closed_at is None:
         can = _possible(state, round)
-    if can >= options.quorum:
+    if can >= options.quorum or _too_few_with_weight(state, options):
         return False
     present = state.fragments[round.fragment].present
     waiting = [m for m in state.members.values() if round.fragment in m.backlog]
     return can + sum(m.learner not in present for m in waiting) < options.quorum
+
+
+def _too_few_with_weight(state: SyncerState, options: Options) -> bool:
+    """Return whether a new round would need the learners that have weight 0, too."""
+    weights = (weighing.weight_of(state, options, each.learner)[0] for each in state.stepping)
+    return sum(weight > 0.0 for weight in weights) < options.quorum
 
 
 def settle_round(
@@ -993,7 +1017,7 @@ def _ask(
     path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
     number, final = (0, False) if round is None else (round.number, round.final)
     ask = Ask(name, fragment, learner, member.epoch, path, base, now, number, final)
-    ask.relay = member.relay
+    ask.relay, ask.weightless = member.relay, weighing.weight_of(state, options, learner)[0] == 0.0
     if options.ladder:
         ask.codec = options.ladder[member.uplink.rung][0]
     ask.base_at = now if member.held.get(fragment) == base else None
@@ -1030,8 +1054,7 @@ def note_quorum(
     state: SyncerState, options: Options, now: float, round: Round, learner: str
 ) -> None:
     """Record when the number of learners with a request reaches the quorum."""
-    present = state.fragments[round.fragment].present
-    if round.quorum_at is None and len(present) >= options.quorum:
+    if round.quorum_at is None and _qualified(state, round) >= options.quorum:
         round.quorum_at, round.quorum_learner = now, learner
         state.timing.quorum.update(now - round.opened_at)
 

@@ -63,6 +63,9 @@ def answered(
             if steps < 1 or tokens < 1:
                 why = f"{tokens} tokens in {steps} steps"
                 return rounds.close_request(state, options, now, ask, "refused", why)
+            verdict, why = rounds.weightless(state, options, ask)
+            if verdict == "discarded":
+                return rounds.close_request(state, options, now, ask, verdict, why, verdict)
             ask.announced_at, ask.steps, ask.tokens = now, steps, tokens
             round.awaited.discard(learner)
         case SumShares():

@@ -27,6 +27,7 @@ from decoupled_diloco.protocol import (
     rounds,
     secure_rounds,
     visits,
+    weighing,
 )
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.machine_options import Options
@@ -57,6 +58,7 @@ from decoupled_diloco.protocol.messages import (
     Finished,
     FinishOrdered,
     ForgetCheckpoints,
+    Gains,
     Heard,
     Hello,
     Holding,
@@ -378,6 +380,7 @@ class SyncerMachine:
         member.connected, member.relay = True, relay
         member.held = credible(hello.held, self._owned_set)
         member.again = {each.fragment: each.again for each in hello.held}
+        member.is_fresh = hello.fresh
         since = member.step
         members.advance_step(state, member, now, hello.step)
         members.renew(state, now, hello.learner)
@@ -417,6 +420,8 @@ class SyncerMachine:
 
     def _receive(self, now: float, learner: str, message: Message) -> list[SyncerEffect]:
         state = self.state
+        if isinstance(message, Gains):
+            return weighing.scored(state, self.options, learner, message)
         member = state.members.get(learner)
         if member is None:
             return []

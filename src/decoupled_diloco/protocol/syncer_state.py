@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from statistics import median
 from typing import Literal
 
 from decoupled_diloco.protocol.adapt import Needs, Uplink
@@ -27,6 +28,7 @@ from decoupled_diloco.protocol.messages import (
     KnownLearner,
     KnownMerges,
     KnownNorms,
+    KnownScore,
     Participant,
     Published,
     Revision,
@@ -158,6 +160,7 @@ class Member:
             reports them.
         is_new: It came while the clock was being restored, so its steps start at the restored
             clock.
+        is_fresh: It joined a run in progress with a fresh inner optimizer.
     """
 
     learner: str
@@ -182,6 +185,7 @@ class Member:
     departures: int = 0
     again: dict[int, int] = field(default_factory=dict)
     is_new: bool = False
+    is_fresh: bool = False
     relay: str = ""
 
     @property
@@ -257,7 +261,7 @@ def identity_problem(known: Identity | None, epoch: int, nonce: str) -> str | No
 # A round, and the requests for contributions
 
 
-AskState = Literal["waiting", "relayed", "folded", "declined", "refused", "gone"]
+AskState = Literal["waiting", "relayed", "folded", "declined", "refused", "discarded", "gone"]
 
 
 @dataclass(slots=True)
@@ -271,7 +275,8 @@ class Ask:
     the relay that has, or will have, the contribution. ``sums`` lists the sums that hold it, each
     as its relay and number. ``nbytes`` is its share of what arrived at that relay. ``weight`` is
     that of the folded contribution in its merge, and ``party`` that of the learner if the shares of
-    parties are limited.
+    parties are limited. ``weightless``: its learner had weight 0 at the request, so it counts for
+    no quorum.
     """
 
     name: Asking
@@ -299,6 +304,7 @@ class Ask:
     nbytes: int = 0
     weight: float = 0.0
     party: str = ""
+    weightless: bool = False
 
 
 @dataclass(slots=True)
@@ -543,6 +549,24 @@ class Twin:
     is_reported: bool = False
 
 
+@dataclass(slots=True)
+class Score:
+    """What a learner's own contributions have done to the held-out loss; see `weighing`.
+
+    Attributes:
+        samples: Its last gains, in gains of the median learner, the oldest first.
+        excluded: Whether its contributions have weight 0.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    excluded: bool = False
+
+    @property
+    def score(self) -> float:
+        """The median of the samples, so that a single one does not decide."""
+        return median(self.samples)
+
+
 # A shard
 
 
@@ -574,6 +598,7 @@ class FragmentState:
         folded: Contributions that are folded here and in no version yet.
         delivered: Number of the latter, by learner.
         present: Number of all three, by learner.
+        weightless: Learners with an open request whose contribution will have weight 0.
         made: The base of each learner's last folded contribution.
         made_times: How many contributions of each learner from that base are folded.
         merges: With differential privacy, the merges in which each learner took part (rule 25).
@@ -599,6 +624,7 @@ class FragmentState:
     folded: list[Ask] = field(default_factory=list)
     delivered: Counter[str] = field(default_factory=Counter)
     present: Counter[str] = field(default_factory=Counter)
+    weightless: set[str] = field(default_factory=set)
     made: dict[str, Version] = field(default_factory=dict)
     made_times: dict[str, int] = field(default_factory=dict)
     merges: dict[str, int] = field(default_factory=dict)
@@ -612,6 +638,8 @@ class FragmentState:
         assert ask.learner not in self.asks, f"{ask.learner} already has a request"
         self.asks[ask.learner] = ask
         self.present[ask.learner] += 1
+        if ask.weightless:
+            self.weightless.add(ask.learner)
 
     def fold(self, ask: Ask) -> None:
         """Move a delivered contribution from the requests to the folded or relayed ones."""
@@ -646,7 +674,13 @@ class FragmentState:
     def lose(self, ask: Ask) -> None:
         """Close a request that failed."""
         del self.asks[ask.learner]
+        self.weightless.discard(ask.learner)
         self._one_less(ask.learner)
+
+    @property
+    def counted(self) -> int:
+        """The number of learners whose contribution is here or on its way, and has a weight."""
+        return len(self.present) - len(self.weightless)  # break: probation-counts-for-quorum
 
     @property
     def under_way(self) -> list[Ask]:
@@ -756,7 +790,7 @@ class SyncerState:
     the largest number of slots so far. ``late_rounds`` counts consecutive rounds that merged only
     late contributions. ``twins`` lists learners that seem to train on another learner's data.
     ``relays`` are the connected relays, each with the one that it is behind, or an empty text.
-    ``sites`` has every relay that has connected.
+    ``sites`` has every relay that has connected. ``scores`` has the learners that were scored.
     """
 
     phase: Phase = "starting"
@@ -799,6 +833,7 @@ class SyncerState:
     twins: dict[str, Twin] = field(default_factory=dict)
     relays: dict[str, str] = field(default_factory=dict)
     sites: dict[str, SiteTraffic] = field(default_factory=dict)
+    scores: dict[str, Score] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -856,6 +891,8 @@ class SyncerState:
             assert +fragment.delivered == delivered
             relayed = Counter(ask.learner for ask in fragment.relayed)
             assert fragment.present == delivered + relayed + Counter(fragment.asks.keys())
+            weightless = {ask.learner for ask in fragment.asks.values() if ask.weightless}
+            assert fragment.weightless == weightless
         fastest = min((m.step_seconds for m in self.members.values() if m.step_seconds), default=0)
         assert self.step_seconds <= fastest
 
@@ -878,6 +915,10 @@ def remembered(state: SyncerState) -> ShardMemory:
             if entry.norms
         ),
         merges_remembered(state),
+        tuple(
+            KnownScore(name, tuple(each.samples), each.excluded)
+            for name, each in state.scores.items()
+        ),
     )
 
 
@@ -908,3 +949,6 @@ def recall(state: SyncerState, memory: ShardMemory) -> None:
         if entry is not None:
             # break: account-forgotten
             entry.merges, entry.merges_unknown = dict(known_merges.merges), known_merges.unknown
+    for known_score in memory.scores:
+        standing = Score(list(known_score.samples), known_score.excluded)
+        state.scores.setdefault(known_score.learner, standing)  # break: scores-forgotten

@@ -132,7 +132,7 @@ def stays_behind(state: LearnerState, options: Options, view: FragmentView) -> b
     if state.place == 0 and not is_returning(state, options):
         return True
     alone = view.sent is None and state.steps_of(view) > 0 and not view.restored
-    return alone and not view.unfit and not is_outdated(options, view)
+    return alone and not view.dropped and not is_outdated(options, view)
 
 
 def is_outdated(options: Options, view: FragmentView) -> bool:

@@ -34,6 +34,7 @@ from decoupled_diloco.protocol.messages import (
     Revision,
     RoundFinished,
     RoundOpened,
+    Scored,
     Version,
 )
 from decoupled_diloco.protocol.syncer_state import SiteTraffic
@@ -500,6 +501,7 @@ class LearnerLog:
     loss: float | None = None
     losses: list[LossPoint] = field(default_factory=list)
     losses_not_finite: int = 0
+    scored: Scored | None = None  # its newest score, by any shard
     discarded: Counter[tuple[str, str]] = field(default_factory=Counter)  # by mode and reason
     bytes_up: int = 0
     recoveries: list[Recovered] = field(default_factory=list)

@@ -164,6 +164,8 @@ class ShardFold:
             case messages.PrivacyAccounted(fragment, merges):
                 for name, count in merges:
                     self._run.learner(name).merges[fragment] = count
+            case messages.Scored(learner):
+                self._run.learner(learner).scored = value
             case _:
                 self._round_record(value)
 

@@ -53,6 +53,7 @@ from decoupled_diloco.units import format_bytes, format_count, format_duration
 _ANSWERS = {
     "declined": "it declined",
     "refused": "its payload was rejected",
+    "discarded": "its payload was discarded",
     "gone": "disconnected before it delivered",
     "waiting": "had not delivered when the round ended",
 }
@@ -70,6 +71,7 @@ _REASONS = {
     "late": "late: its payload was merged in a later round",
     "declined": "declined the request",
     "refused": "its payload was rejected",
+    "discarded": "its payload was discarded",
     "gone": "disconnected after the request",
     "waiting": "requested, but did not answer",
     OUT_OF_REACH: "its connection was broken",

@@ -106,6 +106,8 @@ class LearnerStatus:
     device: str = ""  # its device, as "cuda:0, NVIDIA H100 80GB HBM3"; empty if unknown
     via: str = ""  # the relays of its connections, or "direct"; empty if no shard is connected
     privacy: PrivacyStatus | None = None  # its account; None without differential privacy
+    score: float | None = None  # the median of its last gains, in those of the median learner
+    weight: float = 1.0  # the factor on its weight because of its score; 0: it is excluded
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +447,8 @@ def _learner(
         device=learner.device,
         via=", ".join(dict.fromkeys(s.relay or DIRECT for _, s in members if s.connected)),
         privacy=privacy_of(run, learner),
+        score=None if learner.scored is None else learner.scored.score,
+        weight=1.0 if learner.scored is None else learner.scored.weight,
     )
 
 
@@ -684,9 +688,22 @@ def learner_cells(learner: LearnerStatus) -> dict[str, str]:
         "rounds behind": _number(learner.rounds_behind),
         "stale copies": _number(learner.versions_behind),
         "discarded": percent(discarded),
+        "score": score_text(learner.score, learner.weight),
         "sent": format_bytes(learner.bytes_up),
         "silent": ABSENT if seen is None else "no" if seen < 2.5 else format_duration(round(seen)),
     }
+
+
+def score_text(score: float | None, weight: float) -> str:
+    """Return a score, and what it does to the learner's weight.
+
+    >>> score_text(0.97, 1.0), score_text(0.3, 0.6), score_text(-1.2, 0.0)
+    ('0.97', '0.30 (× 0.6)', '-1.20 (excluded)')
+    """
+    if score is None:
+        return ABSENT
+    effect = "" if weight == 1.0 else " (excluded)" if weight == 0.0 else f" (× {weight:.2g})"
+    return f"{score:.2f}{effect}"
 
 
 def _number(value: int | None) -> str:

@@ -24,7 +24,7 @@ from decoupled_diloco.run_model.facts import CutOff, LearnerLog, Outage, RoundLo
 from decoupled_diloco.run_model.phrases import ABSENT, percent
 from decoupled_diloco.show.charts import stacked_bar
 from decoupled_diloco.show.privacy_accounts import most_spent, spent_cell
-from decoupled_diloco.show.status import saved_in_words
+from decoupled_diloco.show.status import saved_in_words, score_text
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
@@ -164,7 +164,10 @@ def _participation_table(run: RunModel) -> Table:
             verdict = "folded" if r.merged else "in an abandoned round"
             state = verdict if participant.state == "folded" else participant.state
             states.setdefault(participant.learner, Counter())[state] += 1
-    known = ("folded", "in an abandoned round", "late", "declined", "refused", "gone", "waiting")
+    known = (
+        *("folded", "in an abandoned round", "late", "declined", "refused", "discarded", "gone"),
+        "waiting",
+    )
     shown = [state for state in known if any(count[state] for count in states.values())]
     rows: list[Row] = []
     for name in run.trained if any(states.values()) else ():
@@ -368,6 +371,13 @@ def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
     if run.settings_of("privacy", "dp"):
         spent = (spent_cell(run, learner) for learner in run.trained.values())
         for row, text in zip(rows, ["privacy", *spent], strict=True):
+            row.append(text)
+    if any(learner.scored for learner in run.trained.values()):
+        scores = ["score"]
+        for learner in run.trained.values():
+            found = learner.scored
+            scores.append(ABSENT if found is None else score_text(found.score, found.weight))
+        for row, text in zip(rows, scores, strict=True):
             row.append(text)
     texts = [learner.device for learner in run.trained.values()]
     if devices and any(texts):

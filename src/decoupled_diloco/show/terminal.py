@@ -72,8 +72,20 @@ OPEN_ROUNDS_MAX = 3
 _DEVICE = "device"  # shown if it is known
 _VIA = "via"  # shown in a run with sites
 _PRIVACY = "privacy"  # shown in a run with differential privacy
+_SCORE = "score"  # shown in a run with scores
 _LEARNERS = (
-    *("learner", "state", _VIA, _DEVICE, _PRIVACY, "steps", "tok/s", "took\npart", "recent"),
+    *(
+        "learner",
+        "state",
+        _VIA,
+        _DEVICE,
+        _PRIVACY,
+        "steps",
+        "tok/s",
+        "took\npart",
+        "recent",
+        _SCORE,
+    ),
     *("rounds\nbehind", "stale\ncopies", "discarded", "silent"),
 )
 _LEARNERS_TRAINING = ("learner", "state", _DEVICE, "steps", "tok/s", "loss", "took part")
@@ -284,6 +296,8 @@ def _learner_table(
         without.add(_DEVICE)
     if status.privacy is None:
         without.add(_PRIVACY)
+    if all(learner.score is None for learner in status.learners):
+        without.add(_SCORE)
     columns = [name for name in columns if name not in without]
     table = _table(columns, map(_learner_row, shown), width, left_out)
     if len(shown) < len(learners):

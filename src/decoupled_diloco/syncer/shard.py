@@ -448,9 +448,18 @@ class Shard:
     def _finished(self, order: messages.RoundFinished) -> None:
         self._tally.finished(order)
 
-    @executes(messages.ClockAdvanced, messages.RoundOpened, messages.PrivacyAccounted)
+    @executes(
+        messages.ClockAdvanced,
+        messages.RoundOpened,
+        messages.PrivacyAccounted,
+        messages.Scored,
+    )
     def _tape_only(
-        self, order: messages.ClockAdvanced | messages.RoundOpened | messages.PrivacyAccounted
+        self,
+        order: messages.ClockAdvanced
+        | messages.RoundOpened
+        | messages.PrivacyAccounted
+        | messages.Scored,
     ) -> None:
         pass
 
@@ -579,7 +588,7 @@ class Shard:
         return ShardDisk(self._durable, identity, tensors, claim=self._shard_lease.number)
 
     def _recorded(self, tensors: ShardTensors) -> Payloads | None:
-        if not self.config.syncer.record_payloads:
+        if not self.config.records_payloads:
             return None
         later = asyncio.get_running_loop().call_soon_threadsafe
         return Payloads(

@@ -59,6 +59,7 @@ _DECIDED = (
     messages.Release,
     messages.RoundFinished,
     messages.RoundOpened,
+    messages.Scored,
     messages.RunOver,
     messages.Send,
     messages.Stop,

@@ -57,6 +57,52 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "leave upstream out to dial the shards",
     ),
     (
+        {**sites({"name": "a", "learners": [0]}), "sync": {"merge": {"rule": "median"}}},
+        "rule='median' in [sync.merge] cannot be combined with [[sites]], because a relay sends "
+        "sums and not single contributions: choose 'rda' or 'mean'",
+    ),
+    (
+        {"trust": {"act": "show"}, "run": {"max_steps": 100, "evaluator": False}},
+        "act='show' in [trust] needs the built-in evaluator, which scores the learners: set "
+        "evaluator=true in [run] without evaluate_command, or leave act out",
+    ),
+    (
+        {**sites({"name": "a", "learners": [0]}), "trust": {"act": "show"}},
+        "act='show' in [trust] cannot be combined with [[sites]], because a relay sends sums and "
+        "not single contributions: leave one of them out",
+    ),
+    (
+        {"trust": {"act": "exclude"}, "run": {"max_steps": 100, "learners": 2}},
+        "act='exclude' in [trust] needs at least 3 learners, but learners=2 in [run]: a score "
+        "compares with the median learner: set act='show'",
+    ),
+    (
+        {"trust": {"act": "weigh"}, "sync": ASYNC, "run": {"max_steps": 100, "learners": 4}},
+        "act='weigh' in [trust] cannot be combined with participation='async', which merges "
+        "contributions one by one, so that a weight has no effect: set act='exclude'",
+    ),
+    (
+        {
+            "trust": {"act": "exclude"},
+            "sync": {"quorum": 4},
+            "run": {"max_steps": 100, "learners": 4},
+        },
+        "quorum=4 in [sync] exceeds 3: act='exclude' in [trust] may exclude 1 of 4 learners, and "
+        "the run would then stall: lower quorum, or set act='weigh'",
+    ),
+    (
+        {"trust": {"score_every": 2}},
+        "score_every=2 in [trust] would be ignored with act='off': take score_every out",
+    ),
+    (
+        {"sync": {"merge": {"rule": "trimmed-mean", "trim": 0.5}}},
+        "trim=0.5 in [sync.merge] is out of range: it must be less than 0.5",
+    ),
+    (
+        {"sync": {"merge": {"rule": "median", "trim": 0.1}}},
+        "trim=0.1 in [sync.merge] would be ignored with rule='median': take trim out",
+    ),
+    (
         sites({"name": "a", "learners": [0], "nodes": {"zone": "a"}})
         | {"launch": {"backend": "slurm"}},
         "nodes={'zone': 'a'} of site 'a' in [[sites]] would be ignored on Slurm, which has no "

@@ -6,9 +6,17 @@ from uuid import uuid4
 import pytest
 import torch
 
+from decoupled_diloco.config.sync import ROBUST_RULES
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.merge import Contribution, Segment
-from decoupled_diloco.merge.rules import RuleAccumulator, register_rule, rule_named
+from decoupled_diloco.merge.rules import (
+    ROBUST,
+    RuleAccumulator,
+    geometric_median,
+    register_rule,
+    rule_named,
+    trimmed_mean,
+)
 
 PIECES = (Segment(0, 3, "own"), Segment(3, 5, "own"), Segment(5, 7, "buffer"))
 
@@ -132,3 +140,79 @@ def test_a_rule_must_work_for_one_contribution_of_one_element():
 def test_a_rule_that_was_not_loaded():
     with pytest.raises(ConfigError, match="is not loaded in this process"):
         rule_named("nobody:here")
+
+
+def merged_by(rule, rows, weights, trim=0.2):
+    """Merge rows of one piece with a robust rule."""
+    numel = len(rows[0])
+    segments = (Segment(0, numel, "own"),)
+    accumulator = RuleAccumulator(rule, numel, segments, trim)
+    for row, weight in zip(rows, weights, strict=True):
+        accumulator.add_contribution(contribution(row, segments), weight)
+    return accumulator.result()
+
+
+def test_the_settings_name_exactly_the_robust_rules():
+    assert tuple(ROBUST) == ROBUST_RULES
+
+
+@pytest.mark.parametrize("rule", ROBUST_RULES)
+@pytest.mark.parametrize("bad", ["flipped", "large", "noise"])
+def test_a_robust_rule_stays_near_the_honest_learners(rule, bad):
+    random = torch.Generator().manual_seed(7)
+    honest = 1.0 + 0.1 * torch.randn(7, 500, generator=random)
+    other = {
+        "flipped": -honest[0],
+        "large": 1e6 * honest[0],
+        "noise": 1e3 * torch.randn(500, generator=random),
+    }[bad]
+    found = merged_by(rule, [*honest.tolist(), other.tolist()], [1.0] * 8)
+    assert float((found - 1.0).abs().max()) < 0.3
+    assert float((found - honest.mean(0)).norm()) < 1.2
+    assert float((torch.stack([*honest, other]).mean(0) - 1.0).norm()) > 5.0  # the mean is not
+
+
+@pytest.mark.parametrize("rule", ROBUST_RULES)
+def test_a_robust_rule_of_equal_or_single_contributions_returns_them(rule):
+    for count in (1, 2, 5):
+        rows = [[3.0, -1.5, 0.0]] * count
+        assert merged_by(rule, rows, range(1, count + 1)).tolist() == pytest.approx(rows[0])
+    assert merged_by(rule, [[0.0, 0.0]] * 3, [1.0] * 3).tolist() == [0.0, 0.0]
+
+
+def test_a_median_counts_weights_and_takes_the_middle_of_two():
+    rows = [[1.0], [2.0], [10.0], [50.0]]
+    assert merged_by("median", rows, [1, 1, 1, 1]).tolist() == pytest.approx([6.0])
+    assert merged_by("median", rows, [4, 1, 1, 1]).tolist() == pytest.approx([1.0])
+    assert merged_by("median", rows[:3], [1, 1, 1]).tolist() == pytest.approx([2.0])
+
+
+def test_a_trimmed_mean_counts_the_rest_of_a_weight_at_the_border():
+    rows = [[0.0], [1.0], [2.0], [30.0]]
+    assert merged_by("trimmed-mean", rows, [1] * 4, 0.25).tolist() == pytest.approx([1.5])
+    # Half of the outer weights count: (0.5·0 + 1 + 2 + 0.5·30) / 3.
+    assert merged_by("trimmed-mean", rows, [1] * 4, 0.125).tolist() == pytest.approx([6.0])
+
+
+def test_the_blocks_of_a_long_vector_are_those_of_the_whole():
+    random = torch.Generator().manual_seed(1)
+    rows, weights = torch.randn(5, 200_001, generator=random), torch.full((5,), 0.2)
+    assert torch.equal(
+        trimmed_mean(rows, weights, 0.2)[-3:], trimmed_mean(rows[:, -3:], weights, 0.2)
+    )
+    assert torch.allclose(
+        trimmed_mean(rows, weights, 0.2), rows.sort(0).values[1:4].mean(0), atol=1e-6
+    )
+
+
+def test_a_geometric_median_has_the_least_sum_of_distances():
+    random = torch.Generator().manual_seed(2)
+    rows, weights = torch.randn(6, 8, generator=random), torch.rand(6, generator=random)
+    weights /= weights.sum()
+
+    def distances(point):
+        return float((weights * (rows - point).norm(dim=1)).sum())
+
+    found = geometric_median(rows, weights)
+    for _ in range(50):
+        assert distances(found) <= distances(found + 0.01 * torch.randn(8, generator=random))

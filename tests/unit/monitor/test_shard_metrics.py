@@ -19,7 +19,7 @@ from decoupled_diloco.monitor.metric_table import PROCESS, SHARD
 from decoupled_diloco.monitor.shard_metrics import ShardMetrics
 from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
-from decoupled_diloco.protocol.syncer_state import Identity, Member
+from decoupled_diloco.protocol.syncer_state import Identity, Member, Score
 from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.mirror import Standing
 from decoupled_diloco.transport.interface import Channel, Stats
@@ -75,6 +75,7 @@ async def test_every_declared_metric_is_exported(shard: WatchedShard) -> None:
     shard.machine.state.members["a"].step_seconds = 0.5
     shard.tally.contributions["folded"] += 1
     shard.machine.state.site("site-a")
+    shard.machine.state.scores["a"] = Score([0.5])
     Standing("s3://b/x", "run", 3, "writer", wall=100.0, backlog_bytes=5).write(shard.folder)
     found = {name for name, *_ in await scraped(ShardMetrics(shard))}
     assert found == {name for each in SHARD for name in each.series} | set(PROCESS)

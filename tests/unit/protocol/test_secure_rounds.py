@@ -325,3 +325,10 @@ def test_rule_24_a_round_without_a_cohort_is_abandoned_and_due_again(begin: Any)
     for learner in "abc":
         sums.bench.step(learner)
     assert Sum(sums.bench).asks.keys() == {"a", "b", "c"}
+
+
+def test_rule_26_a_learner_on_probation_is_in_no_cohort(begin: Any) -> None:
+    sums = begin("a", "b", "c", probation_periods=100)
+    sums.bench.machine.state.members["a"].is_fresh = True
+    sums.claim("a", "b", "c")
+    assert sums.step == ("share", ["b", "c"])

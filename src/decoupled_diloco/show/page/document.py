@@ -55,7 +55,9 @@ REMARKS_MAX = 120
 Document = dict[str, Any]
 
 
-LEARNER_COLUMNS = ("tok/s", "loss", "took part", "recent", "rounds behind", "sent", "silent")
+LEARNER_COLUMNS = (
+    *("tok/s", "loss", "took part", "recent", "score", "rounds behind", "sent", "silent"),
+)
 """Columns of the table of learners after state and steps; live.js depends on their order."""
 
 NAMES_MAX = 6

@@ -460,6 +460,9 @@ class ScenarioFile(Settings):
     sites: list[dict[str, Any]] | None = None
     """Sites, each with learners behind a relay."""
 
+    trust: dict[str, Any] | None = None
+    """See `sync`."""
+
     launch: dict[str, Any] | None = None
     """As in a RUN.toml. Only `ddiloco launch` uses it."""
 
@@ -504,6 +507,7 @@ RUN_TABLES = (
     "workload",
     "faults",
     "sites",
+    "trust",
     "launch",
 )
 """The tables of a RUN.toml."""

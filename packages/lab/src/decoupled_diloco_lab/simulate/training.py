@@ -149,6 +149,7 @@ def virtual_run(
         Path(folder.name),
         seed=config.run.seed if seed is None else seed,
         workload=lambda host: workload,
+        tapes=Path(folder.name) if config.trust.act != "off" else None,  # the evaluator reads them
         device=device,
     )
     if recorder is not None:
