@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
-from decoupled_diloco.config.privacy import threshold_of
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -112,7 +111,7 @@ def options_of(config: RunConfig) -> Options:
     """The settings for the state machines, by the names that these use."""
     run, sync = config.run, config.sync
     devices = sync.devices or DeviceSettings()
-    secure, threshold = config.privacy.secure_sums, threshold_of(config)
+    secure, threshold = config.privacy.secure_sums, config.threshold
     return Options(
         fragments=sync.fragments,
         period=sync.sync_every,

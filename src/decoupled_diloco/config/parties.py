@@ -108,6 +108,11 @@ class Parties(Settings):
     on one. The shards then start only with this key (`signing_key` in `[syncer]`), and `ddiloco
     audit` accepts no other."""
 
+    threshold: int | None = Field(default=None, ge=2)
+    """The least number of contributions in a secure sum that the parties accept, at least 2. A
+    learner takes part in no smaller sum, whatever settings the syncer has. Default: `threshold` in
+    `[privacy]` of the run."""
+
     def of_learner(self, learner: str) -> PartySettings:
         """Return the party of a learner.
 

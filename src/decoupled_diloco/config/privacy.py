@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -18,9 +18,6 @@ from decoupled_diloco.privacy.accountant import (
     noise_multiplier_for,
     periods_allowed,
 )
-
-if TYPE_CHECKING:
-    from decoupled_diloco.config.run import RunConfig
 
 THRESHOLD_MIN = 2
 """A sum of one contribution is that contribution."""
@@ -171,57 +168,6 @@ class PrivacySettings(Settings):
         if self.members:
             Parties(parties=self.members)
         return self
-
-
-def threshold_of(config: RunConfig) -> int:
-    """The least number of contributions in a sum; 0 without secure sums."""
-    privacy = config.privacy
-    if not privacy.secure_sums:
-        return 0
-    return privacy.threshold or max(THRESHOLD_MIN, config.run.learners // 2 + 1)
-
-
-def check_secure_sums(config: RunConfig) -> None:
-    """Reject what cannot be combined with secure sums.
-
-    Raises:
-        ConfigError: A setting requires single contributions.
-    """
-    privacy, sync, learners = config.privacy, config.sync, config.run.learners
-    if not privacy.secure_sums:
-        return
-    threshold = threshold_of(config)
-    if threshold > learners:
-        raise ConfigError(
-            f"threshold={threshold} in [privacy] exceeds learners={learners} in [run], so no sum "
-            "would ever be opened: lower threshold or start more learners"
-        )
-    from decoupled_diloco.merge.fixed_point import FixedPoint  # torch takes seconds
-
-    FixedPoint.of(privacy.bits, learners)
-    why = "because a shard must not see single contributions"
-    refused = (
-        ("rule", sync.merge.rule, ("rda", "mean"), sync.merge.table),
-        ("buffers", sync.merge.buffers, ("mean", "local"), sync.merge.table),
-        ("participation", sync.participation, ("active", "all"), sync.table),
-        ("record_payloads", config.syncer.record_payloads, (False,), config.syncer.table),
-    )
-    for name, given, allowed, table in refused:
-        if given not in allowed:
-            shown = " or ".join(
-                repr(a).lower() if isinstance(a, bool) else repr(a) for a in allowed
-            )
-            raise ConfigError(
-                f"{name}={given!r} in {table} cannot be combined with secure_sums=true in "
-                f"[privacy], {why}: set {name}={shown}"
-            )
-    for index, name in enumerate(config.learner_ids):
-        if config.learner.ranks_of(index) > 1 and config.learner.sync_ranks != 1:
-            raise ConfigError(
-                f"sync_ranks={config.learner.sync_ranks!r} in [learner] cannot be combined with "
-                f"secure_sums=true in [privacy], because one rank of {name} masks the whole "
-                "contribution: set sync_ranks=1"
-            )
 
 
 def check_dp(

@@ -22,11 +22,11 @@ from pydantic import (
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
 from decoupled_diloco.config.privacy import (
+    THRESHOLD_MIN,
     UNUSED_BY_SUMS,
     WITH_SECURE_SUMS,
     PrivacySettings,
     check_dp,
-    check_secure_sums,
 )
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import SUMMED_RULES, OuterSettings, SyncSettings
@@ -630,6 +630,13 @@ class RunConfig(Settings):
         return {name: WITH_SECURE_SUMS + why for name, why in UNUSED_BY_SUMS.items()}
 
     @property
+    def threshold(self) -> int:
+        """The least number of contributions in a secure sum; 0 without secure sums."""
+        if not self.privacy.secure_sums:
+            return 0
+        return self.privacy.threshold or max(THRESHOLD_MIN, self.run.learners // 2 + 1)
+
+    @property
     def records_payloads(self) -> bool:
         """Whether the shards record the payloads of contributions."""
         return self.syncer.record_payloads or self.trust.act != "off"
@@ -774,7 +781,7 @@ class RunConfig(Settings):
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
-        check_secure_sums(self)
+        self._check_secure_sums()
         if self.privacy.dp is not None:
             check_dp(
                 *(self.privacy.dp, self.sync, self.syncer),
@@ -893,6 +900,44 @@ class RunConfig(Settings):
                 f"{learners - left} of {learners} learners, and the run would then stall: lower "
                 "quorum, or set act='weigh'"
             )
+
+    def _check_secure_sums(self) -> None:
+        """Reject what requires single contributions."""
+        privacy, sync, learners = self.privacy, self.sync, self.run.learners
+        if not privacy.secure_sums:
+            return
+        threshold = self.threshold
+        if threshold > learners:
+            raise ConfigError(
+                f"threshold={threshold} in [privacy] exceeds learners={learners} in [run], so no "
+                "sum would ever be opened: lower threshold or start more learners"
+            )
+        from decoupled_diloco.merge.fixed_point import FixedPoint  # torch takes seconds
+
+        FixedPoint.of(privacy.bits, learners)
+        why = "because a shard must not see single contributions"
+        refused = (
+            ("rule", sync.merge.rule, ("rda", "mean"), sync.merge.table),
+            ("buffers", sync.merge.buffers, ("mean", "local"), sync.merge.table),
+            ("participation", sync.participation, ("active", "all"), sync.table),
+            ("record_payloads", self.syncer.record_payloads, (False,), self.syncer.table),
+        )
+        for name, given, allowed, table in refused:
+            if given not in allowed:
+                shown = " or ".join(
+                    repr(a).lower() if isinstance(a, bool) else repr(a) for a in allowed
+                )
+                raise ConfigError(
+                    f"{name}={given!r} in {table} cannot be combined with secure_sums=true in "
+                    f"[privacy], {why}: set {name}={shown}"
+                )
+        for index, name in enumerate(self.learner_ids):
+            if self.learner.ranks_of(index) > 1 and self.learner.sync_ranks != 1:
+                raise ConfigError(
+                    f"sync_ranks={self.learner.sync_ranks!r} in [learner] cannot be combined with "
+                    f"secure_sums=true in [privacy], because one rank of {name} masks the whole "
+                    "contribution: set sync_ranks=1"
+                )
 
     def _check_place(self, site: SiteSettings) -> None:
         """Reject a choice of nodes that the backend would ignore."""

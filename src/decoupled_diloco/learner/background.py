@@ -35,6 +35,7 @@ from decoupled_diloco.learner.connections import (
 )
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.learner_model import layout_text
+from decoupled_diloco.learner.masked_sums import require_for_sums
 from decoupled_diloco.learner.option_groups import Timeouts
 from decoupled_diloco.learner.parameter_store import ParameterStore
 from decoupled_diloco.learner.payloads import BodyExchange
@@ -427,6 +428,8 @@ class Background:
         if self.identity.party is not None:
             # break: other-parties-accepted
             self.identity.party.require_same(config.privacy.agreed)
+        if config.privacy.secure_sums and self.identity.role == "learner":
+            require_for_sums(self.identity.party)
         with self.changed:
             if self.shared is not None:
                 self.shared.config = config  # joined again: the budget may have changed

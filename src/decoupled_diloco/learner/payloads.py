@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, verified
+from decoupled_diloco.learner.masked_sums import MaskedSums
 from decoupled_diloco.learner.parameter_store import Copied, HostCopy, Values
-from decoupled_diloco.learner.secure_sums import SecureSums
 from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge import as_bytes, digest, values_digest
 from decoupled_diloco.merge.plan import MergePlan, values_of
@@ -65,7 +65,7 @@ class BodyExchange:
 
     def __init__(self, context: Context) -> None:
         self._here = context
-        self.secure = SecureSums(context)
+        self.secure = MaskedSums(context)
         self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
         )

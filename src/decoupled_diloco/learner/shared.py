@@ -103,12 +103,14 @@ class Context(Protocol):
         changed: The lock shared with the training thread.
         ready: Whether the join is complete. An earlier rejection is an error, a later one is not.
         run_id: Id of the run.
+        identity: Identity of this process (`connections.ProcessIdentity`).
         bodies: Executes the orders about payloads.
     """
 
     changed: Monitor
     ready: bool
     run_id: str
+    identity: Any
     bodies: Any
 
     @property

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge.fixed_point import Integers
 
 SECRET_BYTES = 32
@@ -39,6 +33,23 @@ Draw = Callable[[int], bytes]
 """Returns that many unpredictable bytes."""
 
 
+def require_cryptography() -> None:
+    """Check that the package `cryptography` is installed, which the functions below import.
+
+    A process without secure sums does not need it.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "secure_sums=true in [privacy] needs the package cryptography: "
+            "pip install 'decoupled-diloco[tls]'"
+        ) from error
+
+
 class KeyPair:
     """A key pair of X25519 (RFC 7748).
 
@@ -47,6 +58,8 @@ class KeyPair:
     """
 
     def __init__(self, private: bytes) -> None:
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
         self.private = private
         self._key = X25519PrivateKey.from_private_bytes(private)
 
@@ -61,6 +74,10 @@ class KeyPair:
         Raises:
             ProtocolError: The other key is not valid.
         """
+        from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
         try:
             shared = self._key.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError as error:
@@ -76,6 +93,9 @@ def mask(secret: bytes, elements: int, scalars: int) -> Integers:
         elements: N.
         scalars: F.
     """
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
     stream = np.zeros(8 * scalars + 4 * elements, dtype=np.uint8)
     # The secret is used once, so a constant nonce is safe.
     encryptor = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
@@ -90,7 +110,8 @@ def mask(secret: bytes, elements: int, scalars: int) -> Integers:
 
 def seal(secret: bytes, message: bytes) -> bytes:
     """Encrypt a message with a secret that encrypts nothing else."""
-    return AESGCM(secret).encrypt(bytes(12), message, None)
+    sealed: bytes = _aead(secret).encrypt(bytes(12), message, None)
+    return sealed
 
 
 def unseal(secret: bytes, sealed: bytes) -> bytes:
@@ -99,10 +120,19 @@ def unseal(secret: bytes, sealed: bytes) -> bytes:
     Raises:
         ProtocolError: It was changed, or encrypted with another secret.
     """
+    from cryptography.exceptions import InvalidTag
+
     try:
-        return AESGCM(secret).decrypt(bytes(12), sealed, None)
+        message: bytes = _aead(secret).decrypt(bytes(12), sealed, None)
     except (InvalidTag, ValueError) as error:
         raise ProtocolError("an encrypted share was changed on its way") from error
+    return message
+
+
+def _aead(secret: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(secret)
 
 
 def split(secret: bytes, holders: int, threshold: int, draw: Draw) -> list[bytes]:

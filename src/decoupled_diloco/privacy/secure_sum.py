@@ -259,7 +259,7 @@ def _tail(total: int, marked: int, drawn: int, least: int) -> float:
 
 
 @dataclass
-class Member:
+class SumMember:
     """One learner in one sum. Its methods are called in order, each at most once.
 
     Args:

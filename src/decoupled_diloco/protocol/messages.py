@@ -555,9 +555,9 @@ class SumClaim:
 
 @dataclass(frozen=True, slots=True)
 class SumShares:
-    """The learner has divided its secrets among its neighbors in the cohort; ``shares``: for whom.
+    """The learner has divided its secrets among its neighbors in the cohort.
 
-    They are encrypted for each of them.
+    ``shares`` are encrypted, each for the neighbor that receives it.
     """
 
     fragment: int

@@ -28,6 +28,7 @@ from decoupled_diloco.errors import (
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.monitor.counters import ShardTally
 from decoupled_diloco.monitor.metric_sources import WatchedShard
+from decoupled_diloco.privacy.keys import require_cryptography
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import COORDINATOR, Holding
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
@@ -124,6 +125,8 @@ class Shard:
         self._folder = folder
         self._server = server(self._serve)
         self._client = client
+        if config.privacy.secure_sums:
+            require_cryptography()
         self.machine = SyncerMachine(options_of(config), shard)
         self.driver: ShardDriver = Driver(
             self.machine,

@@ -110,7 +110,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         {"sites": [{"name": "a", "learners": [0, 1]}]},
         f"[[sites]] {CANNOT} a shard cannot clip single contributions in a relay's sum: take "
-        "[[sites]] out",
+        "[[sites]] out, or set secure_sums=true",
     ),
 ]
 

@@ -20,7 +20,7 @@ from decoupled_diloco.merge.fixed_point import (
 )
 from decoupled_diloco.merge.fragments import Segment
 from decoupled_diloco.merge.plan import token_weight
-from decoupled_diloco.privacy.secure_sum import Claim, Cohort, Member, Opening, read_cohort
+from decoupled_diloco.privacy.secure_sum import Claim, Cohort, Opening, SumMember, read_cohort
 
 SEGMENTS = (Segment(0, 9, "rda"), Segment(9, 20, "mean"), Segment(20, 24, "buffer"))
 STEPS_MAX = 96
@@ -66,7 +66,7 @@ class SecureSum:
                 if segment.merge == "buffer":
                     vector[segment.start : segment.stop] += self.base[segment.start : segment.stop]
         self.rng = random.Random(self.seed)
-        self.members = {n: Member(n, self.threshold, self.rng.randbytes) for n in self.names}
+        self.members = {n: SumMember(n, self.threshold, self.rng.randbytes) for n in self.names}
         self.view = View()
         self.plain = zeros(self.form, self.segments)
         self.total = zeros(self.form, self.segments)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from decoupled_diloco.config.parties import Parties
+from decoupled_diloco.config.signing_keys import create_signing_key
 from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.learner.masked_sums import verifier
 from decoupled_diloco.merge.fixed_point import Integers
 from decoupled_diloco.privacy import secure_sum
 from decoupled_diloco.privacy.keys import KeyPair
@@ -106,7 +111,7 @@ def test_a_late_payload_reveals_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_all_secrets_are_fresh_in_each_round() -> None:
     first, second = SecureSum(4), SecureSum(4)
     second.members = {
-        name: secure_sum.Member(name, 2, first.rng.randbytes) for name in second.names
+        name: secure_sum.SumMember(name, 2, first.rng.randbytes) for name in second.names
     }
     completed(first)
     completed(second)
@@ -216,3 +221,58 @@ def test_a_swapped_key_of_this_learner_is_noticed() -> None:
     claims[0] = Claim(claims[0].learner, claims[0].steps, claims[0].tokens, *keys)
     with pytest.raises(ProtocolError, match="its key was swapped"):
         sums.members[sums.names[0]].share(Cohort("sum", tuple(claims), cohort.bounds, 2))
+
+
+def pinned(sums: SecureSum, folder: Path) -> Parties:
+    """Give each learner its party's key, and the keys of all others."""
+    keys = {name: create_signing_key(folder / f"{name}.key") for name in sums.names}
+    listed = [
+        {"name": f"party-{name}", "learners": [name], "key": key.public}
+        for name, key in keys.items()
+    ]
+    parties = Parties(parties=listed)
+    for name, member in sums.members.items():
+        member.signer, member.verify = keys[name], verifier(parties)
+    return parties
+
+
+def test_pinned_keys_agree(tmp_path: Path) -> None:
+    sums = SecureSum(4)
+    pinned(sums, tmp_path)
+    completed(sums)
+    assert torch.equal(sums.total.scalars, sums.plain.scalars)
+
+
+@pytest.mark.parametrize("swapped", ["mask_key", "share_key", "tokens", "learner"])
+def test_a_syncer_that_swaps_a_pinned_key_is_detected(swapped: str, tmp_path: Path) -> None:
+    """With its own keys for all other members, it could open the one contribution left."""
+    sums = SecureSum(4)
+    pinned(sums, tmp_path)
+    cohort = sums.claim()
+    own = KeyPair(b"k" * 32).public
+    forged = {"mask_key": own, "share_key": own, "tokens": 10**6, "learner": "learner-009"}
+    claims = [*cohort.claims[:3], replace(cohort.claims[3], **{swapped: forged[swapped]})]
+    with pytest.raises(ProtocolError, match=r"not signed by party|belongs to no party"):
+        sums.members[sums.names[0]].share(replace(cohort, claims=tuple(claims)))
+
+
+def test_a_signature_for_another_sum_does_not_count(tmp_path: Path) -> None:
+    sums, earlier = SecureSum(3), SecureSum(3)
+    pinned(sums, tmp_path)
+    cohort = sums.claim()
+    for name in sums.names:
+        earlier.members[name].signer = sums.members[name].signer
+    replayed = earlier.members[sums.names[2]].claim("another sum", 24, 240)
+    claims = (*cohort.claims[:2], replayed)
+    with pytest.raises(ProtocolError, match="not signed by party"):
+        sums.members[sums.names[0]].share(replace(cohort, claims=claims))
+
+
+def test_a_learner_takes_part_in_no_smaller_sum_than_its_parties_accept() -> None:
+    """The syncer's own threshold may be too small."""
+    sums = SecureSum(3, threshold=2)
+    cohort = sums.claim()
+    member = sums.members[sums.names[0]]
+    member.threshold = 5
+    with pytest.raises(ProtocolError, match="too small: at least 5 are needed"):
+        member.share(cohort)

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.config.parties import OwnParty, Parties
+from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge.fixed_point import quantize, write
+from decoupled_diloco.privacy.keys import require_cryptography
 from decoupled_diloco.privacy.secure_sum import (
     Cohort,
-    Member,
+    SumMember,
+    Verify,
     claim_text,
     read_cohort,
     read_names,
@@ -30,7 +33,7 @@ from decoupled_diloco.runtime import runtime
 
 
 @dataclass
-class SumUnderWay:
+class OwnSum:
     """A secure sum in which this learner takes part.
 
     Attributes:
@@ -43,12 +46,43 @@ class SumUnderWay:
 
     order: messages.SendBody
     capture: Capture | None
-    member: Member
+    member: SumMember
     texts: dict[SecureStep, str]
     cohort: Cohort | None = None
 
 
-class SecureSums:
+def require_for_sums(party: OwnParty | None) -> None:
+    """Check that this learner can take part in secure sums.
+
+    Raises:
+        ConfigError: The package `cryptography` or the party's private key is missing.
+    """
+    require_cryptography()
+    if party is not None and party.key is None:
+        raise ConfigError(
+            f"secure_sums=true in [privacy] needs the private key of party "
+            f"{party.settings.name!r}, because the other parties verify what this learner signs: "
+            "pass it as dd.PartyFiles(key=…), --party-key or party_key in [learner]"
+        )
+
+
+def verifier(parties: Parties) -> Verify:
+    """Return what checks the other learners' signatures against the keys in a file."""
+
+    def verify(learner: str, message: bytes, signature: bytes) -> None:
+        party = parties.find(learner)
+        if party is None:
+            raise ProtocolError(f"{learner} belongs to no party in this learner's parties.toml")
+        if not party.key.verifies(signature, message):
+            raise ProtocolError(
+                f"the keys of {learner} are not signed by party {party.name}: the syncer may have "
+                "swapped them"
+            )
+
+    return verify
+
+
+class MaskedSums:
     """The sums in progress: at most one for each fragment, so an older one is forgotten.
 
     Args:
@@ -57,7 +91,7 @@ class SecureSums:
 
     def __init__(self, context: Context) -> None:
         self._here = context
-        self._sums: dict[int, SumUnderWay] = {}
+        self._sums: dict[int, OwnSum] = {}
 
     def receive(self, message: messages.SumStep) -> messages.SumStep:
         """Keep the text of a step, and return the message without it."""
@@ -70,13 +104,20 @@ class SecureSums:
         """Take part in a sum: send fresh public keys."""
         machine = self._here.machine
 
-        def make() -> tuple[Member, str]:
-            member = Member(machine.learner, machine.options.threshold, runtime().random_bytes)
+        party: OwnParty | None = self._here.identity.party
+        least = machine.options.threshold
+        if party is not None and party.parties.threshold is not None:
+            least = max(least, party.parties.threshold)
+
+        def make() -> tuple[SumMember, str]:
+            member = SumMember(machine.learner, least, runtime().random_bytes)
+            if party is not None:
+                member.signer, member.verify = party.key, verifier(party.parties)
             name = sum_name(self._here.run_id, order.fragment, str(order.base))
             return member, claim_text(member.claim(name, order.steps, order.tokens))
 
         member, keys = await self._here.in_worker(make)
-        self._sums[order.fragment] = SumUnderWay(order, capture, member, {})
+        self._sums[order.fragment] = OwnSum(order, capture, member, {})
         claim = messages.SumClaim(order.fragment, order.ask, order.steps, order.tokens, keys)
         self._here.send(order.shard, claim)
 
@@ -100,7 +141,7 @@ class SecureSums:
                 self._send(step, messages.SumOpening, shares)
         return None
 
-    async def _mask(self, found: SumUnderWay, text: str) -> Tensor:
+    async def _mask(self, found: OwnSum, text: str) -> Tensor:
         cohort, capture = found.cohort, found.capture
         if cohort is None or capture is None:
             raise ProtocolError("shares were sent before the cohort, or twice for one sum")
@@ -128,7 +169,7 @@ class SecureSums:
         """
         return self._required(step).order.path
 
-    def _required(self, step: messages.TakeStep) -> SumUnderWay:
+    def _required(self, step: messages.TakeStep) -> OwnSum:
         found = self._find(step.fragment, step.ask)
         if found is None:
             raise ProtocolError("the secrets of this sum are forgotten")
@@ -142,17 +183,17 @@ class SecureSums:
     ) -> None:
         self._here.send(step.shard, kind(step.fragment, step.ask, shares))
 
-    def _find(self, fragment: int, ask: Asking) -> SumUnderWay | None:
+    def _find(self, fragment: int, ask: Asking) -> OwnSum | None:
         found = self._sums.get(fragment)
         return found if found is not None and found.order.ask == ask else None
 
 
-def _share(found: SumUnderWay, text: str) -> str:
+def _share(found: OwnSum, text: str) -> str:
     cohort = read_cohort(text)
     shares = found.member.share(cohort)
     found.cohort = cohort
     return shares_text(shares)
 
 
-def _open(found: SumUnderWay, text: str) -> str:
+def _open(found: OwnSum, text: str) -> str:
     return shares_text(found.member.open(read_names(text)))
