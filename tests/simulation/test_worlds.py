@@ -42,6 +42,12 @@ def test_a_world_with_relays_keeps_all_rules(seed: int) -> None:
     assert worlds.run(seed, changes=Changes(relays=True)).events > 0
 
 
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize("seed", long_after(4, range(60)))
+def test_a_world_with_secure_sums_keeps_all_rules(seed: int, relays: bool) -> None:
+    assert worlds.run(seed, changes=Changes(secure=True, relays=relays)).events > 0
+
+
 def test_a_world_repeats_exactly() -> None:
     def digest(seed: int) -> str:
         seen = sha256()

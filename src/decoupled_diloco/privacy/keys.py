@@ -46,7 +46,7 @@ def require_cryptography() -> None:
     except ImportError as error:
         raise ConfigError(
             "secure_sums=true in [privacy] needs the package cryptography: "
-            "pip install 'decoupled-diloco[tls]'"
+            "run pip install -e '.[tls]' in the clone"
         ) from error
 
 

@@ -112,5 +112,5 @@ def test_the_threshold_is_a_quorum_and_reaches_the_learners() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"needs the package cryptography: pip install"):
+    with pytest.raises(ConfigError, match=r"needs the package cryptography: run pip install"):
         require_for_sums(None)

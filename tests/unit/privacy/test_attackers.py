@@ -276,3 +276,43 @@ def test_a_learner_takes_part_in_no_smaller_sum_than_its_parties_accept() -> Non
     member.threshold = 5
     with pytest.raises(ProtocolError, match="too small: at least 5 are needed"):
         member.share(cohort)
+
+
+@pytest.mark.parametrize("lie", ["bounds", "weight", "cohort"])
+def test_a_shard_that_tells_members_different_things_opens_nothing(lie: str) -> None:
+    """A learner whose weight or bound differs from the others' would stand out in the sum."""
+    sums = SecureSum(4)
+    cohort = sums.claim()
+    claims = list(cohort.claims)
+    others = {
+        "bounds": {"bounds": tuple(1e6 * bound for bound in cohort.bounds)},
+        "weight": {"claims": (*claims[:3], replace(claims[3], tokens=10**6))},
+        "cohort": {"claims": tuple(claims[:3])},
+    }
+    victim = sums.names[0]
+    shares = {victim: sums.members[victim].share(cohort)}
+    for name in sums.names[1:3]:
+        shares[name] = sums.members[name].share(replace(cohort, **others[lie]))
+    parts = {sender: each[victim] for sender, each in shares.items() if victim in each}
+    with pytest.raises(ProtocolError, match="an encrypted share was changed on its way"):
+        sums.members[victim].mask(parts, sums.integers(victim))
+
+
+def test_colluding_members_open_nothing_below_the_documented_number() -> None:
+    """With t of n shares, 2t - n members must reveal both secrets of another one."""
+    sums = SecureSum(6, threshold=5)
+    sums.claim()
+    sums.share()
+    sums.mask()
+    victim, needed, count = sums.names[0], 5, 6
+    honest, colluding = sums.names[:3], sums.names[3:]
+    assert len(colluding) == 2 * needed - count - 1
+    of_seed = of_key = len(colluding)
+    for name in honest:
+        alive = name != sums.names[1]
+        survivors = set(sums.names) if alive else set(sums.names) - {victim}
+        answer = sums.members[name].open(survivors)[victim]
+        of_seed += answer == sums.members[name]._received[victim][1]
+        of_key += answer == sums.members[name]._received[victim][0]
+    assert of_seed + of_key == count + len(colluding)
+    assert min(of_seed, of_key) < needed
