@@ -214,10 +214,19 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
         **model_of(config),
         "learners": config.run.learners,
         "partition": sync.partition.scheme,
-        "up": sync.codec.uplinks[0],
+        "up": _uplink(config),
         "down": sync.codec.downlink,
         "run_sites": tuple((s.name, len(s.learners), s.upstream) for s in config.sites),
     }
+
+
+def _uplink(config: RunConfig) -> str:
+    """Return the format of contributions; masked ones have whole bytes."""
+    if not config.privacy.secure_sums:
+        return config.sync.codec.uplinks[0]
+    from decoupled_diloco.merge.fixed_point import FixedPoint  # imports torch
+
+    return f"{FixedPoint.of(config.privacy.bits, config.run.learners).modulus_bits}bit"
 
 
 def model_of(config: RunConfig) -> dict[str, Any]:
