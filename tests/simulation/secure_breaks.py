@@ -27,6 +27,13 @@ SECURE_TRIAL = (
         "::test_rule_24_a_claim_counts_for_its_own_request_only",
     ),
     Break(
+        "trained-parameters-shared",
+        "if False:",
+        "a shard can request the parameters of a learner in a run with secure sums",
+        test="unit/protocol/test_learner_late.py"
+        "::test_rule_24_a_learner_shares_no_parameters_once_it_has_trained",
+    ),
+    Break(
         "slowest-learner-left-out",
         "return False",
         "a round does not wait for a learner that was left out of the last one",

@@ -428,8 +428,8 @@ class Background:
         if self.identity.party is not None:
             # break: other-parties-accepted
             self.identity.party.require_same(config.privacy.agreed)
-        if config.privacy.secure_sums and self.identity.role == "learner":
-            require_for_sums(self.identity.party)
+        if self.identity.role == "learner":
+            require_for_sums(self.identity.party, config.privacy.secure_sums)
         with self.changed:
             if self.shared is not None:
                 self.shared.config = config  # joined again: the budget may have changed

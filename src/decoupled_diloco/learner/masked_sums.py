@@ -51,12 +51,24 @@ class OwnSum:
     cohort: Cohort | None = None
 
 
-def require_for_sums(party: OwnParty | None) -> None:
-    """Check that this learner can take part in secure sums.
+def require_for_sums(party: OwnParty | None, is_secure: bool) -> None:
+    """Check that this learner can take part in secure sums, or that its parties need none.
+
+    Args:
+        party: The learner's party, from its own files.
+        is_secure: Whether the run has secure sums.
 
     Raises:
-        ConfigError: The package `cryptography` or the party's private key is missing.
+        ConfigError: The run has none although the parties require them; the package `cryptography`
+            or the party's private key is missing.
     """
+    if not is_secure:
+        if party is not None and party.parties.threshold is not None:
+            raise ConfigError(
+                f"threshold={party.parties.threshold} in this learner's parties.toml requires "
+                "secure sums, but the syncer's run has none: set secure_sums=true in [privacy]"
+            )
+        return
     require_cryptography()
     if party is not None and party.key is None:
         raise ConfigError(

@@ -472,11 +472,22 @@ def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffe
     return effects
 
 
-def copy_wanted(state: LearnerState, shard: int, wanted: CopyWanted) -> list[LearnerEffect]:
-    """Answer a shard's request for a whole fragment: the parameters, or the held published copy."""
+def copy_wanted(
+    state: LearnerState, options: Options, shard: int, wanted: CopyWanted
+) -> list[LearnerEffect]:
+    """Answer a shard's request for a whole fragment: the parameters, or the held published copy.
+
+    With secure sums, parameters are shared only before the first step: they would reveal what this
+    learner alone has trained.
+    """
     held, version = state.fragments[wanted.fragment].held, wanted.version
+    reason = ""
     if version is not None and version != held:
         reason = f"it holds {held}, not {version}"
+    # break: trained-parameters-shared
+    if version is None and options.secure and state.step > 0:
+        reason = "it has trained, and shares no parameters in a run with secure sums"
+    if reason:
         return [
             Send(shard_peer(shard), CopyDeclined(wanted.fragment, wanted.attempt, reason), reason)
         ]

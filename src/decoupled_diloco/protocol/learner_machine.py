@@ -592,7 +592,7 @@ class LearnerMachine:
                 link_measurements.record(self.state, message)
                 return []
             case CopyWanted():
-                return fragments.copy_wanted(self.state, shard, message)
+                return fragments.copy_wanted(self.state, self.options, shard, message)
             case PrivacySpent(fragment, reason):
                 return self._privacy_spent(fragment, reason)
             case SameData():

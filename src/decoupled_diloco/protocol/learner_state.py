@@ -305,7 +305,7 @@ class LearnerState:
     folded. ``visit_over``: it has lost its place, so no step follows.
     ``twins`` lists learners that seem to train on the same data. ``refusals`` counts the
     contributions that were not merged, by verdict. ``is_fresh``: it joined a run in progress with a
-    fresh inner optimizer.
+    fresh inner optimizer. ``shares_state``: it may share its state with other learners.
     """
 
     fragments: list[FragmentView]
@@ -340,6 +340,7 @@ class LearnerState:
     contributed: bool = False
     visit_over: bool = False
     is_fresh: bool = False
+    shares_state: bool = True
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters but not in the held version."""

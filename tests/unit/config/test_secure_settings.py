@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.parties import OwnParty, Parties
+from decoupled_diloco.config.signing_keys import create_signing_key
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.masked_sums import require_for_sums
 
@@ -113,4 +116,17 @@ def test_the_threshold_is_a_quorum_and_reaches_the_learners() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match=r"needs the package cryptography: run pip install"):
-        require_for_sums(None)
+        require_for_sums(None, is_secure=True)
+
+
+def test_a_learner_whose_parties_require_sums_joins_no_run_without(tmp_path: Path) -> None:
+    """A syncer that lies about the settings would get its single contributions."""
+    key = create_signing_key(tmp_path / "a.key")
+    entry = {"name": "a", "learners": ["a-*"], "key": key.public}
+    strict, loose = Parties(parties=[entry], threshold=3), Parties(parties=[entry])
+    with pytest.raises(ConfigError, match=r"threshold=3 in this learner's parties\.toml requires"):
+        require_for_sums(OwnParty(strict, strict.parties[0], key), is_secure=False)
+    require_for_sums(OwnParty(loose, loose.parties[0], key), is_secure=False)
+    require_for_sums(OwnParty(strict, strict.parties[0], key), is_secure=True)
+    with pytest.raises(ConfigError, match="needs the private key of party 'a'"):
+        require_for_sums(OwnParty(strict, strict.parties[0], None), is_secure=True)

@@ -14,6 +14,8 @@ from decoupled_diloco.protocol.messages import (
     Asking,
     BodyEncoded,
     Connected,
+    CopyDeclined,
+    CopyWanted,
     Decline,
     Ending,
     EndTraining,
@@ -30,6 +32,7 @@ from decoupled_diloco.protocol.messages import (
     Release,
     RunOver,
     SendBody,
+    SendCopy,
     Snapshot,
     SumStep,
     TakeStep,
@@ -505,3 +508,17 @@ def test_rule_24_a_step_that_fails_declines_the_request(learner_bench: Any) -> N
     assert declined.reason == "its key was swapped"
     bench.receive(SumStep(0, FIRST, "mask"))
     assert not bench.orders(TakeStep)
+
+
+def test_rule_24_a_learner_shares_no_parameters_once_it_has_trained(learner_bench: Any) -> None:
+    """A shard could compute its contribution from them."""
+    bench = started(learner_bench, steps=1, **SECURE)
+    bench.receive(CopyWanted(0, 1, None, "/copy"))
+    assert not bench.orders(SendCopy)
+    (declined,) = bench.messages(CopyDeclined)
+    assert declined.reason.startswith("it has trained, and shares no parameters")
+    bench.receive(CopyWanted(0, 2, V0, "/copy"))
+    assert bench.orders(SendCopy), "the published copy is known anyway"
+    fresh = started(learner_bench, steps=0, **SECURE)
+    fresh.receive(CopyWanted(0, 1, None, "/copy"))
+    assert fresh.orders(SendCopy), "the run begins with it"

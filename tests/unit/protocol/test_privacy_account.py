@@ -27,6 +27,8 @@ from decoupled_diloco.protocol.messages import (
     Received,
     SeedNamed,
     ShardAdmitted,
+    StateDeclined,
+    StateWanted,
     Tick,
     Trains,
 )
@@ -199,19 +201,23 @@ def test_a_learner_logs_once_that_its_budget_is_spent(learner_bench: Any) -> Non
     assert not bench.orders(Note)
 
 
-@pytest.mark.parametrize("merges_max", [None, 5])
+@pytest.mark.parametrize("options", [{}, {"merges_max": 5}, {"threshold": 2}])
 def test_no_learner_shares_the_state_of_its_optimizer(
-    learner_bench: Any, merges_max: int | None
+    learner_bench: Any, options: dict[str, Any]
 ) -> None:
-    """It has seen the data without noise."""
-    bench = learner_bench(begin=False, merges_max=merges_max)
+    """It has seen the data without noise, and the state would pass through a shard."""
+    bench, shares = learner_bench(begin=False, **options), not options
     bench.handle(Began((), "it starts", gives=True, seeks_donor=True))
     bench.step()
     recovery = bench.machine.state.recovery
     assert recovery is not None
-    assert recovery.gives == (merges_max is None)
-    assert (recovery.search is None) == (merges_max is not None)
-    assert all(not each.gives for each in bench.messages(Trains)) or merges_max is None
+    assert recovery.gives == shares
+    assert (recovery.search is None) == (not shares)
+    assert all(not each.gives for each in bench.messages(Trains)) or shares
+    bench.machine.state.ready = True
+    bench.handle(Received(COORDINATOR, StateWanted("b", 1, ())))
+    assert bool(bench.machine.state.state_requests) == shares
+    assert bool(bench.messages(StateDeclined)) != shares
 
 
 def test_the_seed_starts_without_an_account(shard_bench: Any) -> None:

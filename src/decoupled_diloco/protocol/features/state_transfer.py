@@ -223,8 +223,12 @@ def _search(state: LearnerState) -> Search | None:
 
 def wanted(state: LearnerState, now: float, message: StateWanted) -> list[LearnerEffect]:
     """Schedule a copy of this learner's state, for a boundary at which it has the versions."""
+    reason = ""
     if not state.ready or state.step == 0 or state.leaving or state.ended:
         reason = "it is not training"
+    if not state.shares_state:  # a request that no honest coordinator makes
+        reason = "it shares no state in a run with secure sums or differential privacy"
+    if reason:
         declined = StateDeclined(message.learner, message.attempt, reason)
         return [Send(COORDINATOR, declined, reason)]
     request = StateRequest(message.attempt, message.seen, now + OFFER_SECONDS)
