@@ -37,7 +37,7 @@ It then trains on from what it has, like a learner that loses a shard during the
 def began(state: LearnerState, options: Options, now: float, event: Began) -> list[LearnerEffect]:
     """Start the recovery after admission, from the learner's own checkpoint if it has one."""
     state.recovery = Recovery(now, event.why, bool(event.kept))
-    # The state of an optimizer reveals a learner's data to the one that receives it, and to shard 0.
+    # The state of an optimizer reveals a learner's data to its receiver, and to shard 0.
     shares = options.merges_max is None and not options.secure  # break: private-state-shared
     state.shares_state = shares
     state.recovery.gives = event.gives and shares
