@@ -129,7 +129,8 @@ class Lineage:
         self.contents: dict[tuple[int, Version], Steps] = {}
         self.newest: dict[int, Version] = {}
         self.digests: dict[tuple[int, Version], str] = {}
-        self.by_digest: dict[tuple[int, str], Steps] = {}
+        # Two versions may have the same values; a restored one keeps its counter.
+        self.by_digest: dict[tuple[int, int, str], Steps] = {}
         self.sent: dict[tuple[str, int, Asking], Steps] = {}
         self.epochs: dict[tuple[str, int], int] = {}
         self.kept: dict[tuple[str, CheckpointId | None], list[Local]] = {}
@@ -226,6 +227,9 @@ class Lineage:
             sent = trainer.fragments[outcome.fragment].in_flight.pop(outcome.ask, {})
             if outcome.verdict != "accepted":
                 local = trainer.fragments[outcome.fragment]
+                lost = without(sent, local.own)
+                if self.system.options.secure and outcome.verdict == "abandoned":
+                    assert not lost, f"{trainer.life[0]} masked {count(lost)} steps in vain"
                 local.discarded = union(local.discarded, without(sent, local.own))
                 if local.sent == sent:
                     local.sent = None
@@ -306,7 +310,7 @@ class Lineage:
                     self.merging[process, life, fragment] = (effect, taken)
                 case Install(fragment, version):
                     digest = host.machine.state.fragments[fragment].digest
-                    content = self.by_digest.get((fragment, digest), {})
+                    content = self.by_digest.get((fragment, version.counter, digest), {})
                     self._content(fragment, version, digest, content)
 
     def _relay(self, relay: str, event: Any, effects: Sequence[Any]) -> None:
@@ -345,7 +349,7 @@ class Lineage:
         self.contents[fragment, version] = content
         self.newest[fragment] = version
         self.digests[fragment, version] = digest
-        self.by_digest[fragment, digest] = content
+        self.by_digest[fragment, version.counter, digest] = content
 
     @staticmethod
     def _is_new(fragment: int, folded: Steps, known: Steps) -> None:
