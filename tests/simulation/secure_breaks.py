@@ -31,7 +31,14 @@ SECURE_TRIAL = (
         "if False:",
         "a shard can request the parameters of a learner in a run with secure sums",
         test="unit/protocol/test_learner_late.py"
-        "::test_rule_24_a_learner_shares_no_parameters_once_it_has_trained",
+        "::test_rule_24_a_learner_shares_no_parameters_once_the_run_has_weights",
+    ),
+    Break(
+        "opened-training-sent-again",
+        "view.sent = None",
+        "training of an opened and abandoned sum is in the next one, too",
+        test="unit/protocol/test_learner_late.py"
+        "::test_rule_24_training_of_an_opened_sum_is_in_no_other_one",
     ),
     Break(
         "slowest-learner-left-out",

@@ -43,6 +43,7 @@ from decoupled_diloco.protocol.messages import (
     Snapshot,
     StepFinished,
     SumArrived,
+    TakeStep,
     Version,
     is_shard_peer,
     shard_of,
@@ -155,6 +156,7 @@ class Lineage:
         self.at_relays: dict[tuple[str, int, int], list[Asking]] = defaultdict(list)
         self.sums: dict[tuple[str, int, int], tuple[Asking, ...]] = {}
         self.learner_of: dict[tuple[int, Asking], str] = {}
+        self.opened = set[tuple[int, Asking]]()
         system.recorders.append(self)
 
     def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -229,7 +231,11 @@ class Lineage:
                 local = trainer.fragments[outcome.fragment]
                 lost = without(sent, local.own)
                 if self.system.options.secure and outcome.verdict == "abandoned":
-                    assert not lost, f"{trainer.life[0]} masked {count(lost)} steps in vain"
+                    # Only training of a sum that was opened must not be in another one.
+                    if (outcome.fragment, outcome.ask) in self.opened:
+                        local.discarded = union(local.discarded, sent)
+                    else:
+                        assert not lost, f"{trainer.life[0]} masked {count(lost)} steps in vain"
                 local.discarded = union(local.discarded, without(sent, local.own))
                 if local.sent == sent:
                     local.sent = None
@@ -239,6 +245,8 @@ class Lineage:
                     local = trainer.fragments[fragment]
                     assert base == local.held, f"snapshot against {base} while {local.held} is held"
                     local.snapshot = dict(local.own)
+                case TakeStep(_, fragment, ask, "open"):
+                    self.opened.add((fragment, ask))
                 case SendBody(fragment=fragment, ask=ask, base=base, steps=steps):
                     local = trainer.fragments[fragment]
                     assert base == local.held

@@ -108,10 +108,10 @@ class Parties(Settings):
     on one. The shards then start only with this key (`signing_key` in `[syncer]`), and `ddiloco
     audit` accepts no other."""
 
-    threshold: int | None = Field(default=None, ge=2)
-    """The least number of contributions in a secure sum that the parties accept, at least 2. A
-    learner takes part in no smaller sum, whatever settings the syncer has. Default: `threshold` in
-    `[privacy]` of the run."""
+    least_parties: int | None = Field(default=None, ge=2)
+    """The least number of parties in a secure sum, at least 2. A learner takes part in no sum of
+    fewer, whatever settings the syncer has, and in no run without secure sums. Default: 2, in a run
+    with secure sums."""
 
     def of_learner(self, learner: str) -> PartySettings:
         """Return the party of a learner.
@@ -156,7 +156,10 @@ class Parties(Settings):
             entry["learners"] = sorted(entry["learners"])
         entries.sort(key=lambda entry: str(entry["name"]))
         key = None if self.syncer_key is None else str(self.syncer_key)
-        text = json.dumps([key, *entries], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        least = [] if self.least_parties is None else [{"least_parties": self.least_parties}]
+        text = json.dumps(
+            [key, *least, *entries], sort_keys=True, separators=(",", ":"), ensure_ascii=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     @model_validator(mode="after")
@@ -176,6 +179,11 @@ class Parties(Settings):
             for other in by_name.values():
                 self._refuse_common_learner(other, party)
             by_name[party.name], by_key[party.key.raw] = party, party.name
+        if self.least_parties is not None and self.least_parties > len(self.parties):
+            raise ConfigError(
+                f"least_parties={self.least_parties} exceeds the {len(self.parties)} [[parties]], "
+                "so no sum would ever be opened: lower it"
+            )
         least = sum(party.share_min for party in self.parties)
         most = sum(party.share_max for party in self.parties)
         if least > 1 + ROUNDING:
@@ -286,3 +294,4 @@ def read_members(tables: dict[str, Any]) -> None:
         found = load_parties(privacy["parties"])
         del privacy["parties"]
         privacy["members"], privacy["syncer_key"] = found.parties, found.syncer_key
+        privacy["least_parties"] = found.least_parties

@@ -121,6 +121,9 @@ class PrivacySettings(Settings):
     """The parties, as the file `parties` lists them. `run.toml` in the run's folder has them here,
     so a run resumes with the parties of its start."""
 
+    least_parties: int | None = None
+    """As the file `parties` has it: the least number of parties in a secure sum."""
+
     syncer_key: KeyText | None = None
     """As the file `parties` has it: the public key that signs the records of merges."""
 
@@ -156,7 +159,9 @@ class PrivacySettings(Settings):
         """The parties of the run; `None`: it has none."""
         if not self.members:
             return None
-        return Parties(parties=self.members, syncer_key=self.syncer_key)
+        return Parties(
+            parties=self.members, syncer_key=self.syncer_key, least_parties=self.least_parties
+        )
 
     @model_validator(mode="after")
     def _check_members(self) -> PrivacySettings:
@@ -165,8 +170,12 @@ class PrivacySettings(Settings):
                 f"parties={str(self.parties)!r} in [privacy] names a file, which only load_config "
                 "reads: use it, or list the parties as members"
             )
-        if self.members:
-            Parties(parties=self.members)
+        agreed = self.agreed  # validates them together
+        if agreed is not None and agreed.least_parties is not None and not self.secure_sums:
+            raise ConfigError(
+                f"least_parties={agreed.least_parties} in parties.toml would be ignored without "
+                "secure_sums=true in [privacy]: set it, or take least_parties out"
+            )
         return self
 
 

@@ -33,6 +33,9 @@ from decoupled_diloco.config.sync import SUMMED_RULES, OuterSettings, SyncSettin
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
 from decoupled_diloco.errors import ConfigError
 
+MEMBERS_MAX = 4_000
+"""The largest cohort of a secure sum: its keys must fit into one message of 1 MiB."""
+
 LEARNERS_MAX = 100_000
 """The limit that is checked. Every process holds a name, a port and more for each learner, and only
 a few learners have been measured; shard 0 is at capacity with about 2,500."""
@@ -915,6 +918,11 @@ class RunConfig(Settings):
         from decoupled_diloco.merge.fixed_point import FixedPoint  # torch takes seconds
 
         FixedPoint.of(privacy.bits, learners)
+        if learners > MEMBERS_MAX:
+            raise ConfigError(
+                f"learners={learners} in [run] exceeds {MEMBERS_MAX} with secure_sums=true in "
+                "[privacy], whose cohort must fit into one message: start fewer learners"
+            )
         why = "because a shard must not see single contributions"
         refused = (
             ("rule", sync.merge.rule, ("rda", "mean"), sync.merge.table),

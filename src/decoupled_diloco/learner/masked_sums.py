@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from decoupled_diloco.config.parties import OwnParty, Parties
+from decoupled_diloco.config.parties import OwnParty, Parties, PartySettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.shared import Context
@@ -19,7 +19,6 @@ from decoupled_diloco.privacy.keys import require_cryptography
 from decoupled_diloco.privacy.secure_sum import (
     Cohort,
     SumMember,
-    Verify,
     claim_text,
     read_cohort,
     read_names,
@@ -30,6 +29,9 @@ from decoupled_diloco.privacy.secure_sum import (
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking, SecureStep
 from decoupled_diloco.runtime import runtime
+
+LEAST_PARTIES = 2
+"""The least number of parties in a sum, if their file does not say otherwise."""
 
 
 @dataclass
@@ -63,9 +65,9 @@ def require_for_sums(party: OwnParty | None, is_secure: bool) -> None:
             or the party's private key is missing.
     """
     if not is_secure:
-        if party is not None and party.parties.threshold is not None:
+        if party is not None and party.parties.least_parties is not None:
             raise ConfigError(
-                f"threshold={party.parties.threshold} in this learner's parties.toml requires "
+                f"least_parties={party.parties.least_parties} in this learner's parties.toml needs "
                 "secure sums, but the syncer's run has none: set secure_sums=true in [privacy]"
             )
         return
@@ -78,20 +80,35 @@ def require_for_sums(party: OwnParty | None, is_secure: bool) -> None:
         )
 
 
-def verifier(parties: Parties) -> Verify:
-    """Return what checks the other learners' signatures against the keys in a file."""
+class PinnedParties:
+    """The parties of a learner's own file; see `privacy.secure_sum.Pins`."""
 
-    def verify(learner: str, message: bytes, signature: bytes) -> None:
-        party = parties.find(learner)
+    def __init__(self, parties: Parties) -> None:
+        self._parties = parties
+
+    @property
+    def least(self) -> int:
+        """The least number of parties in a sum."""
+        return self._parties.least_parties or LEAST_PARTIES
+
+    def _find(self, learner: str) -> PartySettings:
+        party = self._parties.find(learner)
         if party is None:
             raise ProtocolError(f"{learner} belongs to no party in this learner's parties.toml")
+        return party
+
+    def party(self, learner: str) -> str:
+        """Return the name of a learner's party."""
+        return self._find(learner).name
+
+    def verify(self, learner: str, message: bytes, signature: bytes) -> None:
+        """Check a learner's signature."""
+        party = self._find(learner)
         if not party.key.verifies(signature, message):
             raise ProtocolError(
                 f"the keys of {learner} are not signed by party {party.name}: the syncer may have "
                 "swapped them"
             )
-
-    return verify
 
 
 class MaskedSums:
@@ -117,15 +134,13 @@ class MaskedSums:
         machine = self._here.machine
 
         party: OwnParty | None = self._here.identity.party
-        least = machine.options.threshold
-        if party is not None and party.parties.threshold is not None:
-            least = max(least, party.parties.threshold)
+        base = machine.state.fragments[order.fragment].seals[order.base][0]
 
         def make() -> tuple[SumMember, str]:
-            member = SumMember(machine.learner, least, runtime().random_bytes)
+            member = SumMember(machine.learner, machine.options.threshold, runtime().random_bytes)
             if party is not None:
-                member.signer, member.verify = party.key, verifier(party.parties)
-            name = sum_name(self._here.run_id, order.fragment, str(order.base))
+                member.signer, member.pins = party.key, PinnedParties(party.parties)
+            name = sum_name(self._here.run_id, order.fragment, str(order.base), base)
             return member, claim_text(member.claim(name, order.steps, order.tokens))
 
         member, keys = await self._here.in_worker(make)
@@ -168,6 +183,8 @@ class MaskedSums:
         def masked() -> Tensor:
             weights = cohort.weights(plan.weight, options.steps_counted, options.quotas)
             share = weights[found.member.learner] / max(weights.values())
+            if not share > 0:
+                raise ProtocolError("the other weights of the cohort leave none for this learner")
             integers = quantize(form, segments, d, base, share, cohort.bounds)
             return write(form, found.member.mask(read_shares(text), integers))
 

@@ -7,7 +7,7 @@ fragment of each element and on the size of every payload without exchanging eit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -150,7 +150,14 @@ class MergePlan:
 
     def segments(self, fragment: int) -> tuple[Segment, ...]:
         """Return the ranges of a fragment that are merged as one vector, with their methods."""
-        return segments(self.fragments[fragment], self.layout, self._merge_method, self.buffers)
+        found = segments(self.fragments[fragment], self.layout, self._merge_method, self.buffers)
+        if self.secure is None:
+            return found
+        # The direction of one number is its sign. A sum of signs with public weights has each sign.
+        return tuple(
+            replace(s, merge="mean") if s.merge == "rda" and s.stop - s.start == 1 else s
+            for s in found
+        )
 
     def codec_of(self, fragment: int, parameters: Codec) -> Codec:
         """Return the codec of a fragment: `parameters` for its parameters, fp32 for its buffers."""

@@ -64,6 +64,10 @@ TOKENS_FACTOR = 32.0
 
 SHARE_BYTES = 33
 
+SIGNATURE_BYTES = 64
+
+COUNT_MAX = 2**53
+
 
 class Signer(Protocol):
     """A party's signing key."""
@@ -71,13 +75,42 @@ class Signer(Protocol):
     def sign(self, message: bytes, /) -> bytes: ...
 
 
-Verify = Callable[[str, bytes, bytes], None]
-"""Checks the signature of a learner (name, message, signature); raises ProtocolError."""
+class Pins(Protocol):
+    """The parties of a run, from a learner's own file.
+
+    Attributes:
+        least: The least number of parties in a sum.
+    """
+
+    @property
+    def least(self) -> int: ...
+
+    def party(self, learner: str) -> str:
+        """Return the party of a learner.
+
+        Raises:
+            ProtocolError: It has none.
+        """
+
+    def verify(self, learner: str, message: bytes, signature: bytes) -> None:
+        """Check a learner's signature.
+
+        Raises:
+            ProtocolError: The learner's party has not signed the message.
+        """
 
 
-def sum_name(run: str, fragment: int, base: str) -> str:
-    """Return what a claim is for: a contribution to a fragment, made from this base."""
-    return f"{run} fragment {fragment} base {base}"
+def sum_name(run: str, fragment: int, base: str, digest: str) -> str:
+    """Return what a claim is for: a contribution to a fragment, made from this base.
+
+    Args:
+        run: Id of the run.
+        fragment: The fragment.
+        base: The version of the base.
+        digest: That of its values. A shard that publishes different values under one version, to
+            make one contribution stand out, gets no sum.
+    """
+    return f"{run} fragment {fragment} base {base} {digest}"
 
 
 @dataclass(frozen=True)
@@ -208,21 +241,19 @@ def read_cohort(text: str) -> Cohort:
         cohort = Cohort(
             str(sum_name),
             tuple(
-                Claim(str(name), int(steps), int(tokens), *map(_bytes, keys))
+                Claim(_name(name), _count(steps), _count(tokens), *map(_bytes, keys))
                 for name, steps, tokens, *keys in claims
             ),
             tuple(float(bound) for bound in bounds),
-            int(threshold),
+            _count(threshold),
         )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"a cohort cannot be read: {error!r}") from error
     names = list(cohort.names)
     if names != sorted(set(names)):
         raise ProtocolError("a cohort names a member twice, or is not in order")
     if not all(math.isfinite(bound) and bound > 0 for bound in cohort.bounds):
         raise ProtocolError("a cohort has a bound that is not positive and finite")
-    if any(min(c.steps, c.tokens) < 1 for c in cohort.claims):
-        raise ProtocolError("a cohort has a member without steps or tokens")
     if any(len(key) != SECRET_BYTES for c in cohort.claims for key in (c.mask_key, c.share_key)):
         raise ProtocolError(f"a cohort has a key that is not of {SECRET_BYTES} bytes")
     return cohort
@@ -267,14 +298,14 @@ class SumMember:
         threshold: The least number of contributions that it accepts in a sum.
         draw: The source of randomness.
         signer: Its party's key; ``None`` if keys are not pinned.
-        verify: Checks the other members' signatures; ``None`` if keys are not pinned.
+        pins: The parties' keys; ``None`` if keys are not pinned.
     """
 
     learner: str
     threshold: int
     draw: Draw
     signer: Signer | None = None
-    verify: Verify | None = None
+    pins: Pins | None = None
     _claim: Claim | None = None
     _cohort: Cohort | None = None
     _senders: tuple[str, ...] = ()
@@ -316,9 +347,11 @@ class SumMember:
                 f"a cohort of {len(cohort.claims)} learners with threshold={cohort.threshold} is "
                 f"too small: at least {max(self.threshold, cohort.needed)} are needed"
             )
-        if self.verify is not None:
+        if self.pins is not None:
             for claim in cohort.claims:
-                self.verify(claim.learner, claim.signed_text(cohort.sum_name), claim.signature)
+                text = claim.signed_text(cohort.sum_name)
+                self.pins.verify(claim.learner, text, claim.signature)
+        self._require_parties(cohort.names)
         self._cohort = cohort
         holders, needed = cohort.holders(self.learner), cohort.shares_needed
         parts = zip(
@@ -357,7 +390,10 @@ class SumMember:
                 f"{len(senders) + 1} members have shared, {cohort.shares_needed} are needed"
             )
         for sender in senders:
-            parts = unseal(self._agreed(sender, sender, self.learner), sealed[sender])
+            try:
+                parts = unseal(self._agreed(sender, sender, self.learner), sealed[sender])
+            except ProtocolError as error:
+                raise ProtocolError(f"{error} from {sender}") from error
             if len(parts) != 2 * SHARE_BYTES:
                 raise ProtocolError(f"the share of {sender} has {len(parts)} bytes")
             self._received[sender] = (parts[:SHARE_BYTES], parts[SHARE_BYTES:])
@@ -394,12 +430,23 @@ class SumMember:
             raise ProtocolError("the survivors of a sum are not all in its cohort")
         if len(named) < cohort.needed:
             raise ProtocolError(f"{len(named)} survivors are too few: {cohort.needed} are needed")
+        self._require_parties(named)
         self._answered = named
         alive = set(named)
         return {
             name: of_seed if name in alive else of_key
             for name, (of_key, of_seed) in self._received.items()
         }
+
+    def _require_parties(self, learners: Collection[str]) -> None:
+        """Refuse a sum of too few parties: one party may have, or invent, many learners."""
+        if self.pins is not None:
+            found = {self.pins.party(learner) for learner in learners}
+            if len(found) < self.pins.least:
+                raise ProtocolError(
+                    f"a sum of {len(found)} parties is too small: at least {self.pins.least} are "
+                    "needed"
+                )
 
     def _agreed(self, other: str, sender: str, holder: str) -> bytes:
         cohort = self._cohort
@@ -481,8 +528,15 @@ def unmask(
         for other in cohort.neighbors(name):
             if other in alive:
                 # The survivor added this mask with the opposite sign.
-                left = mask(pair_secret(pair, keys[other], cohort), *sizes)
+                left = mask(_pair_secret(pair, other, keys[other], cohort), *sizes)
                 total.add(left, -1 if other < name else 1)
+
+
+def _pair_secret(pair: KeyPair, other: str, key: bytes, cohort: Cohort) -> bytes:
+    try:
+        return pair_secret(pair, key, cohort)
+    except ProtocolError as error:
+        raise MergeError(f"the mask of {other} cannot be opened: {error}") from error
 
 
 def _joined(
@@ -545,6 +599,10 @@ def read_claim(learner: str, steps: int, tokens: int, text: str) -> Claim:
         raise ProtocolError(f"the keys of {learner} cannot be read: {error!r}") from error
     if len(mask_key) != SECRET_BYTES or len(share_key) != SECRET_BYTES:
         raise ProtocolError(f"the keys of {learner} are not of {SECRET_BYTES} bytes")
+    if len(signature) not in (0, SIGNATURE_BYTES):
+        raise ProtocolError(f"the signature of {learner} is not of {SIGNATURE_BYTES} bytes")
+    for key in (mask_key, share_key):  # a key of low order would agree with no other
+        KeyPair(b"\x01" * SECRET_BYTES).agree(key, b"check")
     return Claim(learner, steps, tokens, mask_key, share_key, signature)
 
 
@@ -566,6 +624,18 @@ def read_names(text: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ProtocolError("the survivors of a sum are not a list of names")
     return tuple(names)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value.isascii():
+        raise TypeError("a name is not a text of ASCII characters")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 < value <= COUNT_MAX:
+        raise ValueError("a count is not a whole number from 1 to 2^53")
+    return value
 
 
 def _object(value: Any) -> Mapping[str, Any]:

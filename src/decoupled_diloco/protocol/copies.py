@@ -68,6 +68,10 @@ STARTS_AGAIN = "its contribution is folded, and no newer version is known"
 """Why a device applies the held copy once more."""
 
 
+BURNT = "its secure sum is abandoned after it was opened, and no other sum may contain it"
+"""Why a learner drops training that it has masked."""
+
+
 UNDER_WAY = "its contribution is under way, and follows"
 """Why a late contributor applies a copy as if it had taken part in it."""
 
@@ -159,7 +163,7 @@ def apply_staged(
     assert version is not None
     mode, why = apply_mode(state, options, view, version)
     discarded = 0
-    lost_tokens = sent.taken.tokens if sent is not None and sent.lost else 0
+    lost_tokens = sent.taken.tokens if sent is not None and (sent.lost or sent.burnt) else 0
     if mode == "overwrite":
         discarded = state.tokens_of(view) - (sent.taken.tokens if sent else 0) + lost_tokens
         view.steps_before, view.tokens_before = state.step, state.tokens
@@ -168,7 +172,7 @@ def apply_staged(
         discarded = lost_tokens
         view.steps_before += sent.taken.steps
         view.tokens_before += sent.taken.tokens
-    if sent is not None and sent.version is None and not (sent.lost or sent.kept):
+    if sent is not None and sent.version is None and not (sent.lost or sent.burnt or sent.kept):
         view.late[sent.ask] = sent  # its steps leave the parameters, its outcome is still open
     # A device that has left in order has sent nothing since its checkpoint.
     forgets = options.error_feedback and view.restored and sent is None and not options.devices
@@ -212,6 +216,29 @@ def start_again(
     ]
 
 
+def drop_burnt(
+    state: LearnerState, options: Options, index: int, view: FragmentView
+) -> list[LearnerEffect]:
+    """Drop the training of a secure sum that was opened, or could be, and is in no version.
+
+    If the same training were in another sum, too, the difference of both could be the contribution
+    of one learner. What was trained since stays.
+    """
+    sent = view.sent
+    if sent is None or not sent.burnt or view.staged is not None:
+        return []  # a staged copy replaces it
+    assert view.held is not None
+    discarded = sent.taken.tokens
+    view.steps_before += sent.taken.steps
+    view.tokens_before += discarded
+    view.snapshot = view.sent = None
+    state.discarded_tokens += discarded
+    return [
+        Apply(index, view.held, "carry", discarded, BURNT),
+        Send(shard_peer(options.owner(index)), view.holding(index), BURNT),
+    ]
+
+
 def apply_mode(
     state: LearnerState, options: Options, view: FragmentView, version: Version
 ) -> tuple[Mode, str]:
@@ -231,6 +258,8 @@ def apply_mode(
         mode: Mode = sent.taken.alignment  # break: merged-steps-carried
         follows = sent.version is None or sent.version > version
         why = UNDER_WAY if follows else "its contribution is in this version"
+        if sent.burnt:
+            mode, why = "carry", BURNT
         if sent.lost:
             why = f"its contribution may be in this version ({sent.ask})"
         if sent.version is not None and sent.version < version:
@@ -419,6 +448,9 @@ def _relabel(
     # A restarted shard has lost what was sent to its earlier process.
     sent = view.sent
     view.held, view.snapshot, view.sent = version, None, None
+    if sent is not None and sent.opened:
+        sent.taken, sent.burnt = replace(sent.taken, base=version), True
+        view.sent = sent
     settled = settle(options, index, sent, "it was lost in the shard's restart", gone=False)
     holding = Send(shard_peer(options.owner(index)), view.holding(index), why)
     return [Relabel(index, version, why), *settled, holding]
@@ -477,16 +509,16 @@ def copy_wanted(
 ) -> list[LearnerEffect]:
     """Answer a shard's request for a whole fragment: the parameters, or the held published copy.
 
-    With secure sums, parameters are shared only before the first step: they would reveal what this
-    learner alone has trained.
+    With secure sums, parameters are shared only before the run has weights. Later they would reveal
+    what this learner alone has trained.
     """
     held, version = state.fragments[wanted.fragment].held, wanted.version
     reason = ""
     if version is not None and version != held:
         reason = f"it holds {held}, not {version}"
     # break: trained-parameters-shared
-    if version is None and options.secure and state.step > 0:
-        reason = "it has trained, and shares no parameters in a run with secure sums"
+    if version is None and options.secure and held is not None:
+        reason = "it shares only published copies in a run with secure sums"
     if reason:
         return [
             Send(shard_peer(shard), CopyDeclined(wanted.fragment, wanted.attempt, reason), reason)

@@ -327,6 +327,9 @@ class LearnerMachine:
         if options.devices:
             for index, view in enumerate(state.fragments):
                 effects += fragments.start_again(state, options, index, view)
+        if options.secure:
+            for index, view in enumerate(state.fragments):
+                effects += fragments.drop_burnt(state, options, index, view)
         ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
         if ahead or state.attention:
             for index in sorted(state.attention | ahead.keys()):
@@ -569,6 +572,9 @@ class LearnerMachine:
                 sent = self._sent(fragment, ask)
                 if sent is None or sent.failed:
                     return []  # its outcome was abandoned meanwhile
+                if sent.burnt:
+                    return []
+                sent.opened |= step == "open"
                 return [TakeStep(shard, fragment, ask, step, "its shard is ready for this step")]
             case Outcome():
                 return self._outcome(message)
@@ -706,6 +712,9 @@ class LearnerMachine:
         if view.held is not None and pull.base < view.held:  # break: old-base-not-declined
             return fragments.decline(self.options, index, view, f"behind: it holds {view.held}")
         effects: list[LearnerEffect] = []
+        if view.sent is not None and view.sent.opened and view.sent.version is None:
+            view.sent.burnt = True  # the request is answered once its training has left
+            return []
         if pull.base == view.held:
             if declined := fragments.decline_if_diverged(self.options, index, view):
                 return declined
@@ -753,7 +762,11 @@ class LearnerMachine:
         # break: refusal-drops-residual
         effects = fragments.settle(self.options, message.fragment, sent, why, gone=False)
         if sent is not None and sent is view.sent:
-            view.sent = None
+            if sent.opened:
+                sent.burnt = True  # break: opened-training-sent-again
+                self.state.attention.add(message.fragment)
+            else:
+                view.sent = None
         elif sent is not None:
             self._late_is_lost(view, sent)
         if sent is not None and message.verdict in DROPPED:

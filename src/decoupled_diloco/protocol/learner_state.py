@@ -146,6 +146,8 @@ class Sent:
     ``digest`` is that of its encoded payload. ``failed``: the upload failed, and the shard will
     send an outcome. ``lost``: the outcome was lost with a connection and will not be repeated.
     ``version`` is the version that accepted it. ``kept``: its shard has folded it (rule 23).
+    ``opened``: the learner has helped to open its secure sum (rule 24). ``burnt``: that sum is
+    abandoned, or requested again, so its training must leave the parameters.
     """
 
     ask: Asking
@@ -155,6 +157,8 @@ class Sent:
     lost: bool = False
     version: Version | None = None
     kept: bool = False
+    opened: bool = False
+    burnt: bool = False
 
 
 @dataclass(slots=True)

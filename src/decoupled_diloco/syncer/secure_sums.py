@@ -75,13 +75,22 @@ class SecureSums:
         Raises:
             ProtocolError: The text is malformed.
         """
-        found = self._sums.setdefault(message.fragment, SumInProgress())
+        entry = self._machine.state.fragments.get(message.fragment)
+        asked = None if entry is None else entry.asks.get(learner)
+        if isinstance(message, messages.SumClaim):
+            # Only an answer to the learner's own open request is kept, so memory is bounded.
+            if (
+                asked is not None
+                and asked.name == message.ask
+                and min(message.steps, message.tokens)
+            ):
+                found = self._sums.setdefault(message.fragment, SumInProgress())
+                claim = read_claim(learner, message.steps, message.tokens, message.keys)
+                if found.cohort is None:  # a later claim would not be in it
+                    found.claims[message.ask] = claim
+            return replace(message, keys="")
+        found = self._sums.get(message.fragment, SumInProgress())
         match message:
-            case messages.SumClaim(_, ask, steps, tokens, keys):
-                # Before the cohort is fixed: a later claim would not be in it.
-                if found.cohort is None and min(steps, tokens) > 0:
-                    found.claims[ask] = read_claim(learner, steps, tokens, keys)
-                return replace(message, keys="")
             case messages.SumShares(shares=text):
                 if self._is_member(found, learner, message.ask) and not found.shared:
                     found.shares[learner] = read_shares(text)
@@ -121,8 +130,9 @@ class SecureSums:
     def _cohort(
         self, order: messages.PassOn, base: messages.Version, found: SumInProgress
     ) -> Cohort:
+        digest = self._machine.state.fragments[order.fragment].digest
         return Cohort(
-            sum_name(self._run, order.fragment, str(base)),
+            sum_name(self._run, order.fragment, str(base), digest),
             tuple(found.claims[ask] for _, ask in order.members),
             self._tensors.bounds(order.fragment),
             self._machine.options.threshold,

@@ -392,6 +392,8 @@ class Shard:
 
     def _received(self, learner: str, message: messages.FromLearner) -> None:
         if isinstance(message, FromMember):
+            if not (self.parts.done() and self.machine.options.secure):
+                return
             message = self.parts.result().secure.receive(learner, message)
         if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
             parts = self.parts.result()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from decoupled_diloco.errors import MergeError, StorageError
+from decoupled_diloco.errors import MergeError, ProtocolError, StorageError
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
@@ -157,7 +157,7 @@ class Worker:
 
         try:
             published = await self.run(merge_or_forget)
-        except (MergeError, StorageError) as error:
+        except (MergeError, ProtocolError, StorageError) as error:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
             # break: failed-merge-unreported
             return Failed(order, str(error))

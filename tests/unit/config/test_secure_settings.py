@@ -123,8 +123,10 @@ def test_a_learner_whose_parties_require_sums_joins_no_run_without(tmp_path: Pat
     """A syncer that lies about the settings would get its single contributions."""
     key = create_signing_key(tmp_path / "a.key")
     entry = {"name": "a", "learners": ["a-*"], "key": key.public}
-    strict, loose = Parties(parties=[entry], threshold=3), Parties(parties=[entry])
-    with pytest.raises(ConfigError, match=r"threshold=3 in this learner's parties\.toml requires"):
+    second = create_signing_key(tmp_path / "b.key")
+    other = {"name": "b", "learners": ["b-*"], "key": second.public}
+    strict, loose = Parties(parties=[entry, other], least_parties=2), Parties(parties=[entry])
+    with pytest.raises(ConfigError, match=r"least_parties=2 in this learner's parties\.toml needs"):
         require_for_sums(OwnParty(strict, strict.parties[0], key), is_secure=False)
     require_for_sums(OwnParty(loose, loose.parties[0], key), is_secure=False)
     require_for_sums(OwnParty(strict, strict.parties[0], key), is_secure=True)

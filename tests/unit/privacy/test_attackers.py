@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,19 @@ import torch
 from decoupled_diloco.config.parties import Parties
 from decoupled_diloco.config.signing_keys import create_signing_key
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.learner.masked_sums import verifier
+from decoupled_diloco.learner.masked_sums import PinnedParties
 from decoupled_diloco.merge.fixed_point import Integers
 from decoupled_diloco.privacy import secure_sum
 from decoupled_diloco.privacy.keys import KeyPair
-from decoupled_diloco.privacy.secure_sum import Claim, Cohort, pair_secret
+from decoupled_diloco.privacy.secure_sum import (
+    Claim,
+    Cohort,
+    claim_text,
+    pair_secret,
+    read_claim,
+    read_cohort,
+    sum_name,
+)
 from unit.privacy.sums import SecureSum
 
 Mask = Callable[[bytes, int, int], Integers]
@@ -223,17 +232,17 @@ def test_a_swapped_key_of_this_learner_is_noticed() -> None:
         sums.members[sums.names[0]].share(Cohort("sum", tuple(claims), cohort.bounds, 2))
 
 
-def pinned(sums: SecureSum, folder: Path) -> Parties:
+def pinned(sums: SecureSum, folder: Path, parties: int = 0, least: int | None = None) -> None:
     """Give each learner its party's key, and the keys of all others."""
-    keys = {name: create_signing_key(folder / f"{name}.key") for name in sums.names}
+    count = parties or sums.count
+    keys = [create_signing_key(folder / f"{number}.key") for number in range(count)]
     listed = [
-        {"name": f"party-{name}", "learners": [name], "key": key.public}
-        for name, key in keys.items()
+        {"name": f"party-{n}", "learners": sums.names[n::count], "key": key.public}
+        for n, key in enumerate(keys)
     ]
-    parties = Parties(parties=listed)
-    for name, member in sums.members.items():
-        member.signer, member.verify = keys[name], verifier(parties)
-    return parties
+    pins = PinnedParties(Parties(parties=listed, least_parties=least))
+    for number, member in enumerate(sums.members.values()):
+        member.signer, member.pins = keys[number % count], pins
 
 
 def test_pinned_keys_agree(tmp_path: Path) -> None:
@@ -268,14 +277,85 @@ def test_a_signature_for_another_sum_does_not_count(tmp_path: Path) -> None:
         sums.members[sums.names[0]].share(replace(cohort, claims=claims))
 
 
-def test_a_learner_takes_part_in_no_smaller_sum_than_its_parties_accept() -> None:
-    """The syncer's own threshold may be too small."""
-    sums = SecureSum(3, threshold=2)
+def test_a_sum_has_the_learners_of_several_parties(tmp_path: Path) -> None:
+    """One party may have, or invent, as many learners as it likes."""
+    sums = SecureSum(6, threshold=4)
+    pinned(sums, tmp_path, parties=3, least=3)
     cohort = sums.claim()
+    two = tuple(c for n, c in enumerate(cohort.claims) if n % 3 < 2)
     member = sums.members[sums.names[0]]
-    member.threshold = 5
-    with pytest.raises(ProtocolError, match="too small: at least 5 are needed"):
-        member.share(cohort)
+    with pytest.raises(ProtocolError, match="a sum of 2 parties is too small: at least 3"):
+        member.share(replace(cohort, claims=two))
+    fresh = SecureSum(6, threshold=4)
+    pinned_again = tmp_path / "again"
+    pinned_again.mkdir()
+    pinned(fresh, pinned_again, parties=3, least=3)
+    fresh.claim()
+    fresh.share()
+    fresh.mask()
+    survivors = [name for n, name in enumerate(fresh.names) if n % 3 < 2]
+    with pytest.raises(ProtocolError, match="a sum of 2 parties is too small"):
+        fresh.members[survivors[0]].open(survivors)
+
+
+def test_a_shard_with_two_copies_under_one_version_opens_nothing() -> None:
+    """Values that stop all but one learner from training would make that one stand out."""
+    names = [sum_name("run", 0, "1.4", digest) for digest in ("values", "other values")]
+    sums = SecureSum(3)
+    claims = tuple(
+        member.claim(names[number > 0], 24, 240)
+        for number, member in enumerate(sums.members.values())
+    )
+    cohort = Cohort(names[0], claims, (1.0,) * 3, 2)
+    with pytest.raises(ProtocolError, match="the cohort is for"):
+        sums.members[sums.names[1]].share(cohort)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 1e400},
+        {"steps": 2.0},
+        {"steps": True},
+        {"tokens": 10**400},
+        {"tokens": 0},
+        {"learner": "\ud800"},
+        {"learner": 3},
+        {"bounds": [10**400, 1.0, 1.0]},
+        {"bounds": [-1.0, 1.0, 1.0]},
+        {"threshold": 1e400},
+        {"mask_key": "AA=="},
+    ],
+)
+def test_a_malformed_cohort_is_a_protocol_error(change: dict[str, object]) -> None:
+    """Any other error would stop the learner's background, and so its training loop."""
+    name, claims, bounds, threshold = json.loads(SecureSum(3).claim().to_text())
+    ((field, value),) = change.items()
+    places = {"learner": 0, "steps": 1, "tokens": 2, "mask_key": 3}
+    if field in places:
+        claims[1][places[field]] = value
+    bounds = value if field == "bounds" else bounds
+    threshold = value if field == "threshold" else threshold
+    with pytest.raises(ProtocolError, match="a cohort"):
+        read_cohort(json.dumps([name, claims, bounds, threshold]))
+
+
+@pytest.mark.parametrize("key", [bytes(32), b"\x01" + bytes(31), b"short"])
+def test_a_key_of_low_order_is_refused_by_the_shard(key: bytes) -> None:
+    """It agrees with no other key: the sum could not be opened."""
+    claim = Claim("a", 24, 240, key, KeyPair(b"k" * 32).public)
+    with pytest.raises(ProtocolError, match=r"public key is not valid|not of 32 bytes"):
+        read_claim("a", 24, 240, claim_text(claim))
+
+
+def test_a_bad_share_names_its_sender() -> None:
+    sums = SecureSum(3)
+    sums.claim()
+    sums.share()
+    first, second = sums.names[:2]
+    parts = sums.for_member(first) | {second: b"x" * 90}
+    with pytest.raises(ProtocolError, match=f"changed on its way from {second}"):
+        sums.members[first].mask(parts, sums.integers(first))
 
 
 @pytest.mark.parametrize("lie", ["bounds", "weight", "cohort"])

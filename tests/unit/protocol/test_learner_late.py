@@ -510,15 +510,55 @@ def test_rule_24_a_step_that_fails_declines_the_request(learner_bench: Any) -> N
     assert not bench.orders(TakeStep)
 
 
-def test_rule_24_a_learner_shares_no_parameters_once_it_has_trained(learner_bench: Any) -> None:
-    """A shard could compute its contribution from them."""
-    bench = started(learner_bench, steps=1, **SECURE)
+def test_rule_24_a_learner_shares_no_parameters_once_the_run_has_weights(
+    learner_bench: Any,
+) -> None:
+    """A shard could compute its contribution from them, even before its first step."""
+    bench = started(learner_bench, steps=0, **SECURE)
     bench.receive(CopyWanted(0, 1, None, "/copy"))
     assert not bench.orders(SendCopy)
     (declined,) = bench.messages(CopyDeclined)
-    assert declined.reason.startswith("it has trained, and shares no parameters")
+    assert declined.reason == "it shares only published copies in a run with secure sums"
     bench.receive(CopyWanted(0, 2, V0, "/copy"))
     assert bench.orders(SendCopy), "the published copy is known anyway"
-    fresh = started(learner_bench, steps=0, **SECURE)
+    fresh = learner_bench(**SECURE)
+    fresh.machine.state.fragments[0].held = None
     fresh.receive(CopyWanted(0, 1, None, "/copy"))
     assert fresh.orders(SendCopy), "the run begins with it"
+
+
+def opened(learner_bench: Any) -> Any:
+    """Return a learner that has sent its shares for the sum with its first four steps."""
+    bench = started(learner_bench, **SECURE)
+    bench.receive(pull())
+    for step in ("share", "mask", "open"):
+        bench.receive(SumStep(0, FIRST, step))
+    return bench
+
+
+@pytest.mark.parametrize("second_pull", [False, True])
+def test_rule_24_training_of_an_opened_sum_is_in_no_other_one(
+    learner_bench: Any, second_pull: bool
+) -> None:
+    """The difference of two sums with the same training could be one contribution."""
+    bench = opened(learner_bench)
+    if not second_pull:
+        bench.receive(outcome("abandoned"))
+    bench.receive(pull(SECOND))
+    assert not bench.orders(SendBody)
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    assert (applied.version, applied.mode, applied.discarded_tokens) == (V0, "carry", 40)
+    (sent,) = bench.orders(SendBody)
+    assert (sent.ask, sent.steps, sent.tokens) == (SECOND, 1, 10), "only the steps since"
+
+
+def test_rule_24_a_restarted_shard_gets_no_training_of_an_opened_sum(learner_bench: Any) -> None:
+    bench = opened(learner_bench)
+    bench.publish(Version(2, 0), V0, difference="")
+    bench.step()
+    assert [order.mode for order in bench.orders(Apply)] == ["carry"]
+    bench.receive(pull(SECOND, Version(2, 0)))
+    bench.step()
+    (sent,) = bench.orders(SendBody)
+    assert sent.steps < 4
