@@ -237,7 +237,7 @@ class Lineage:
                     else:
                         assert not lost, f"{trainer.life[0]} masked {count(lost)} steps in vain"
                 local.discarded = union(local.discarded, without(sent, local.own))
-                if local.sent == sent:
+                if local.sent == sent and (outcome.fragment, outcome.ask) not in self.opened:
                     local.sent = None
         for effect in effects:
             match effect:
