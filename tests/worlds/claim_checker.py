@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from decoupled_diloco.protocol.copies import NOT_TAKEN, STARTS_AGAIN
+from decoupled_diloco.protocol.copies import BURNT, NOT_TAKEN, STARTS_AGAIN
 from decoupled_diloco.protocol.first_copies import SETTLE_SECONDS
 from decoupled_diloco.protocol.messages import (
     Activate,
@@ -147,7 +147,7 @@ class ClaimChecker:
         place = (host_name, self.system.participants[host_name].life, fragment)
         before = self._held.get(place)
         # At the end, the copy that is held overwrites contributions that no version has merged.
-        again = version == before and why in (NOT_TAKEN, STARTS_AGAIN)
+        again = version == before and why in (NOT_TAKEN, STARTS_AGAIN, BURNT)
         forward = before is None or version > before
         assert forward or again, f"{host_name} applies {version} after {before}"
         self._held[place] = version
