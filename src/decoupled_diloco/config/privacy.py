@@ -56,7 +56,9 @@ class DpSettings(Settings):
 
     noise_multiplier: float = Field(gt=0)
     """z: standard deviation of the noise on each merged sum, in multiples of `clip`, greater than
-    0. A mean of n learners has the noise z·C/n per element. `ddiloco privacy` prints ε for it."""
+    0. A mean of n learners has the noise z·C/n per element. `ddiloco privacy` prints ε for it. With
+    `secure_sums`, each learner adds a share of the noise to its own contribution. The noise is then
+    up to 1.4 times as large, because a sum must have enough of it after dropouts, too."""
 
     epsilon_max: float = Field(gt=0)
     """ε: the most that the run may reveal about a learner, greater than 0. When a learner has spent
@@ -70,32 +72,20 @@ class DpSettings(Settings):
     """The most merges of each fragment in which a learner takes part, at least 1. Lower it to leave
     a part of ε for a later run on the same data. Default: as many as `epsilon_max` allows."""
 
-    @model_validator(mode="after")
-    def _fill_in_periods(self) -> DpSettings:
-        """Computes the limit, or checks it where dp-accounting is installed.
-
-        A learner receives the number from the syncer, and needs no package for it.
-        """
-        try:
-            allowed = self.verify()
-        except MissingAccountantError:
-            if self.periods is None:
-                raise
-            return self
-        if self.periods is None:
-            object.__setattr__(self, "periods", allowed)
-        return self
-
-    def verify(self) -> int:
+    def verify(self, *, discrete: bool) -> int:
         """Check the limit with dp-accounting, and return the largest one.
+
+        Args:
+            discrete: Whether the noise consists of integers, as in secure sums.
 
         Raises:
             MissingAccountantError: It is not installed.
             ConfigError: ε is spent in the first period, or the limit is too large.
         """
-        allowed = periods_allowed(self.noise_multiplier, self.epsilon_max, self.delta)
+        limits = (self.epsilon_max, self.delta)
+        allowed = periods_allowed(self.noise_multiplier, *limits, discrete=discrete)
         if not allowed:
-            least = noise_multiplier_for(1, self.epsilon_max, self.delta)
+            least = noise_multiplier_for(1, *limits, discrete=discrete)
             raise ConfigError(
                 f"epsilon_max={self.epsilon_max:g} in [privacy.dp] is spent before the first "
                 f"period ends with noise_multiplier={self.noise_multiplier:g}: raise "
@@ -162,6 +152,24 @@ class PrivacySettings(Settings):
         return Parties(parties=self.members, syncer_key=self.syncer_key)
 
     @model_validator(mode="after")
+    def _fill_in_periods(self) -> PrivacySettings:
+        """Computes the limit of `[privacy.dp]`, or checks it where dp-accounting is installed.
+
+        A learner receives the number from the syncer, and needs no package for it.
+        """
+        if self.dp is None:
+            return self
+        try:
+            allowed = self.dp.verify(discrete=self.secure_sums)
+        except MissingAccountantError:
+            if self.dp.periods is None:
+                raise
+            return self
+        if self.dp.periods is None:
+            object.__setattr__(self.dp, "periods", allowed)
+        return self
+
+    @model_validator(mode="after")
     def _check_members(self) -> PrivacySettings:
         if self.parties is not None:
             raise ConfigError(
@@ -197,8 +205,22 @@ def check_secure_sums(config: RunConfig) -> None:
             "would ever be opened: lower threshold or start more learners"
         )
     from decoupled_diloco.merge.fixed_point import FixedPoint  # torch takes seconds
+    from decoupled_diloco.privacy.dp import Mechanism, bits_needed
 
-    FixedPoint.of(privacy.bits, learners)
+    noise = 0.0
+    if privacy.dp is not None:
+        # Of equal fragments; a smaller one is checked when the model is known.
+        equal = Mechanism(privacy.dp.clip, privacy.dp.noise_multiplier, sync.fragments)
+        noise = equal.noise_of_sum(1)
+    form = FixedPoint.of(privacy.bits, learners, noise)
+    if privacy.dp is not None:
+        least = bits_needed(privacy.dp.noise_multiplier, learners)
+        if form.bits < least:
+            raise ConfigError(
+                f"bits={form.bits} in [privacy] is too coarse for noise_multiplier="
+                f"{privacy.dp.noise_multiplier:g} in [privacy.dp], of which each of {learners} "
+                f"learners adds a share: set bits to {least} or more, or raise noise_multiplier"
+            )
     why = "because a shard must not see single contributions"
     refused = (
         ("rule", sync.merge.rule, ("rda", "mean"), sync.merge.table),

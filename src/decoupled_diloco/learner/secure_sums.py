@@ -111,11 +111,22 @@ class SecureSums:
         assert form is not None
         if len(cohort.bounds) != len(segments):
             raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
+        mechanism = capture.mechanism
+        # break: other-bound-accepted
+        if mechanism is not None and cohort.bounds != (mechanism.clip_of(d.numel()),):
+            raise ProtocolError(
+                f"the cohort has bounds={cohort.bounds}, but [privacy.dp] has the bound "
+                f"{mechanism.clip_of(d.numel())}"
+            )
 
         def masked() -> Tensor:
             weights = cohort.weights(plan.weight, options.steps_counted, options.quotas)
             share = weights[found.member.learner] / max(weights.values())
-            integers = quantize(form, segments, d, base, share, cohort.bounds)
+            private = mechanism is not None
+            integers = quantize(form, segments, d, base, share, cohort.bounds, private=private)
+            if mechanism is not None:
+                random = runtime().random_bytes
+                mechanism.add_share_(integers.elements, form.one, cohort.needed, random)
             return write(form, found.member.mask(read_shares(text), integers))
 
         return await self._here.in_worker(masked)

@@ -95,7 +95,6 @@ class MergePlan:
         other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
         feedback: float | None = None,
         coarser: Sequence[str] = (),
-        secure: FixedPoint | None = None,
     ) -> MergePlan:
         """Create a plan from a layout and settings.
 
@@ -120,7 +119,6 @@ class MergePlan:
             other_outers=other_outers or {},
             feedback=feedback,
             coarser=tuple(map(codec, coarser)),
-            secure=secure,
         )
 
     def weight(self, tokens: float, steps: float) -> float:

@@ -163,7 +163,14 @@ class ShardTensors(Contributions):
             self.install(fragment, values)
 
     def bounds(self, fragment: int) -> tuple[float, ...]:
-        """Return the norm of each segment to which learners clip their next masked contribution."""
+        """Return the norm of each segment to which learners clip their next masked contribution.
+
+        With differential privacy it follows from the settings, because earlier norms would reveal
+        something.
+        """
+        if self.mechanism is not None:
+            limit = self.mechanism.clip_of(self.plan.fragments[fragment].numel)
+            return (limit,) * len(self.plan.segments(fragment))
         if fragment not in self._bounds:
             published = self.fragments[fragment].published
             return first_bounds(self.plan.segments(fragment), published)
@@ -210,7 +217,10 @@ class ShardTensors(Contributions):
             self.forget_folded(fragment)
 
     def _merged(self, fragment: int, factors: Factors) -> Tensor:
-        """Return what was folded, merged, fp32 [N]; with differential privacy, with fresh noise."""
+        """Return what was folded, merged, fp32 [N]; with differential privacy, with noise.
+
+        In a secure sum, the noise is that of the learners.
+        """
         accumulator = self._folded(fragment, factors)
         merged = accumulator.result()
         if self.mechanism is not None and self.plan.secure is None:

@@ -10,7 +10,14 @@ import pytest
 import torch
 from scipy import stats
 
-from decoupled_diloco.privacy.dp import NOISE_BLOCK, Mechanism, gaussian
+from decoupled_diloco.privacy.dp import (
+    NOISE_BLOCK,
+    SHARE_MIN,
+    Mechanism,
+    bits_needed,
+    discrete_gaussian,
+    gaussian,
+)
 
 MECHANISM = Mechanism(clip=2.0, noise_multiplier=1.5, numel=400)
 SEED = np.random.default_rng(25)
@@ -69,3 +76,68 @@ def test_the_tails_are_there() -> None:
 def test_an_odd_number_of_values() -> None:
     assert gaussian(3, os.urandom).shape == (3,)
     assert not np.array_equal(gaussian(64, os.urandom), gaussian(64, os.urandom))
+
+
+@pytest.mark.parametrize("deviation", [0.3, 1.0, 4.0, 7.3])
+def test_each_integer_has_its_exact_probability(deviation: float) -> None:
+    """Chi-square over all integers that 500,000 draws should contain at least 10 times."""
+    draws = 500_000
+    values = discrete_gaussian(draws, deviation, np.random.default_rng(3).bytes)
+    support = np.arange(-100, 101)
+    weights = np.exp(-(support**2) / (2 * deviation**2))
+    expected = draws * weights / weights.sum()
+    found = np.array([(values == each).sum() for each in support])
+    usual = expected >= 10
+    expected = np.append(expected[usual], expected[~usual].sum())
+    found = np.append(found[usual], found[~usual].sum())
+    assert found.sum() == draws, "all values are in the support"
+    if expected[-1] < 10:
+        expected, found = expected[:-1], found[:-1] * (expected[:-1].sum() / found[:-1].sum())
+    assert stats.chisquare(found, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("deviation", [1e3, 12345.678, 5e8])
+def test_many_integers_look_like_a_normal_distribution(deviation: float) -> None:
+    values = discrete_gaussian(200_000, deviation, SEED.bytes)
+    assert stats.kstest(values / deviation, "norm").statistic < 0.005
+    assert (values % 2).mean() == pytest.approx(0.5, abs=0.01), "even and odd integers"
+
+
+def test_the_tails_of_integers_are_there() -> None:
+    beyond = (np.abs(discrete_gaussian(2_000_000, 1e4, SEED.bytes)) > 4e4).sum()
+    assert 90 < beyond < 170, "127 are expected on both sides"
+
+
+def test_a_proposal_of_zero_counts_once() -> None:
+    """Otherwise 0 would be drawn twice as often: it is its own negative."""
+    values = discrete_gaussian(200_000, 1.0, SEED.bytes)
+    assert (values == 0).mean() == pytest.approx(0.3989, abs=0.006)
+
+
+@pytest.mark.parametrize("needed", [2, 5, 64])
+def test_as_many_shares_as_needed_have_the_noise_z_c(needed: int) -> None:
+    numel, one = 100_000, 2**15 - 1
+    mechanism = Mechanism(clip=2.0, noise_multiplier=1.5, numel=4 * numel)
+    shares = torch.zeros(needed, numel, dtype=torch.int32)
+    for share in shares:
+        mechanism.add_share_(share, one, needed, SEED.bytes)
+    noise = shares.sum(0).double().numpy() * mechanism.clip_of(numel) / one
+    assert stats.kstest(noise / (1.5 * 2.0), "norm").statistic < 0.007
+    between = np.corrcoef(shares[:2].numpy())[0, 1]
+    assert abs(between) < 0.015, "learners draw their shares independently"
+
+
+def test_every_element_of_several_blocks_gets_its_own_share() -> None:
+    share = torch.zeros(NOISE_BLOCK + 7, dtype=torch.int32)
+    Mechanism(1.0, 1.0, share.numel()).add_share_(share, 2**20, 2, SEED.bytes)
+    assert (share[-7:] != 0).all()
+    assert len(share.unique()) > 0.1 * share.numel()
+
+
+@pytest.mark.parametrize(("z", "learners"), [(0.05, 1000), (1.0, 8), (20.0, 10_000)])
+def test_the_bits_that_a_share_needs(z: float, learners: int) -> None:
+    def share(bits: int) -> float:
+        return z * (2 ** (bits - 1) - 1) / math.sqrt(learners)
+
+    least = bits_needed(z, learners)
+    assert share(least - 1) < SHARE_MIN <= share(least)
