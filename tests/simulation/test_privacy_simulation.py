@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from io import StringIO
-from math import sqrt
+from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from decoupled_diloco.show.report import render_report
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco.syncer.contributions import Contributions
-from decoupled_diloco.syncer.shard_tensors import ShardTensors
+from decoupled_diloco.syncer.shard_tensors import OuterStep, ShardTensors
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.simulate.virtual_runtime import VirtualRuntime
@@ -169,6 +169,29 @@ def test_an_opened_sum_has_the_noise_of_its_learners(
     assert needed == {2}
     assert len(noise) > 20
     assert stats.kstest(torch.cat(noise).numpy(), "norm").pvalue > 1e-3
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_an_adaptive_clip_finds_the_norms_from_both_sides(
+    secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, ends, clips = ShardTensors.commit, list[float](), list[float]()
+
+    def seen(self: ShardTensors, fragment: int, step: OuterStep) -> None:
+        clips.append(step.after.clip)
+        commit(self, fragment, step)
+
+    monkeypatch.setattr(ShardTensors, "commit", seen)
+    limits = {"noise_multiplier": 0.1, "epsilon_max": 3e4, "clip_quantile": 0.5, "clip_rate": 1.0}
+    for first in (100.0, 1e-4):
+        clips.clear()
+        folder = tmp_path / f"{first}"
+        system = system_of(private(folder, secure=secure, clip=first, **limits), folder)
+        system.run(until=100.0)
+        assert system.finished
+        system.close()
+        ends.append(first * exp(sum(map(log, clips[-6:])) / 6))
+    assert 0.01 < min(ends) < max(ends) < 3 * min(ends) < 3, "the firsts are six orders apart"
 
 
 def test_a_learner_takes_part_in_no_sum_with_another_bound(

@@ -131,10 +131,17 @@ def _sentences(config: RunConfig, dp: DpSettings, numel: int | None) -> list[str
     if numel is None:
         lines.append("Pass --parameters to see how long the noise is beside the training.")
         return lines
-    ratio = noise_ratio(dp.noise_multiplier, numel, learners)
+    ratio = noise_ratio(dp.mechanism(numel).noise_multiplier, numel, learners)
     lines.append(
         f"The noise of each mean is {ratio:.3g} times as long as the clip ({numel} parameters)."
     )
+    counts = dp.mechanism(numel).adaptive
+    if counts is not None:
+        error = counts.noise_multiplier * sqrt(config.sync.fragments) / (2 * learners)
+        lines.append(
+            f"Each merge measures the share of contributions within the clip to ±{100 * error:.2g} "
+            "percentage points. Set clip_rate so low that many merges make up for it."
+        )
     if ratio > NOISE_USUAL:
         enough = ceil(learners * ratio / NOISE_USUAL)
         lines.append(

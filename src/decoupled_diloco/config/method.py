@@ -208,13 +208,8 @@ def _fixed_point(plan: MergePlan, config: RunConfig) -> FixedPoint | None:
 
 def mechanism_of(plan: MergePlan, config: RunConfig) -> Mechanism | None:
     """How contributions are clipped and merges get noise; `None` without `[privacy.dp]`."""
-    from decoupled_diloco.privacy.dp import Mechanism
-
     dp = config.privacy.dp
-    if dp is None:
-        return None
-    numel = sum(fragment.numel for fragment in plan.fragments)
-    return Mechanism(dp.clip, dp.noise_multiplier, numel)
+    return None if dp is None else dp.mechanism(sum(each.numel for each in plan.fragments))
 
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:

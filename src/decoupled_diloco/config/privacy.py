@@ -21,6 +21,7 @@ from decoupled_diloco.privacy.accountant import (
 
 if TYPE_CHECKING:
     from decoupled_diloco.config.run import RunConfig
+    from decoupled_diloco.privacy.dp import Mechanism
 
 THRESHOLD_MIN = 2
 """A sum of one contribution is that contribution."""
@@ -60,6 +61,18 @@ class DpSettings(Settings):
     `secure_sums`, each learner adds a share of the noise to its own contribution. The noise is then
     up to 1.4 times as large, because a sum must have enough of it after dropouts, too."""
 
+    clip_quantile: float | None = Field(default=None, gt=0, lt=1)
+    """The share of contributions that should be within the clip, such as 0.5; greater than 0 to
+    less than 1. After each merge of a fragment, its clip changes toward that quantile of the norms,
+    from `clip` on (Andrew et al. 2021). Each merge then publishes a noisy count, too. A tenth of
+    the account is for counts, so that the noise of sums is 1.05·z. The counts are useful if
+    z·√`fragments` is not much larger than the number of learners. Default: the clip does not
+    change."""
+
+    clip_rate: float = Field(default=0.2, gt=0, le=1)
+    """How fast the clip changes, greater than 0 to 1: in a merge, its logarithm changes by this
+    times the difference of the shares."""
+
     epsilon_max: float = Field(gt=0)
     """ε: the most that the run may reveal about a learner, greater than 0. When a learner has spent
     it, its contributions are no longer merged. It may train on, and the others continue."""
@@ -71,6 +84,19 @@ class DpSettings(Settings):
     periods: int | None = Field(default=None, ge=1)
     """The most merges of each fragment in which a learner takes part, at least 1. Lower it to leave
     a part of ε for a later run on the same data. Default: as many as `epsilon_max` allows."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """The settings of an adaptive clip without these."""
+        return {"clip_rate": "without clip_quantile"} if self.clip_quantile is None else {}
+
+    def mechanism(self, numel: int) -> Mechanism:
+        """How contributions are clipped and merges get noise, for a number of elements."""
+        from decoupled_diloco.privacy.dp import Mechanism  # torch takes seconds
+
+        if self.clip_quantile is None:
+            return Mechanism(self.clip, self.noise_multiplier, numel)
+        first = (self.clip, self.noise_multiplier, numel)
+        return Mechanism.with_quantile(*first, self.clip_quantile, self.clip_rate)
 
     def verify(self, *, discrete: bool) -> int:
         """Check the limit with dp-accounting, and return the largest one.
@@ -205,13 +231,12 @@ def check_secure_sums(config: RunConfig) -> None:
             "would ever be opened: lower threshold or start more learners"
         )
     from decoupled_diloco.merge.fixed_point import FixedPoint  # torch takes seconds
-    from decoupled_diloco.privacy.dp import Mechanism, bits_needed
+    from decoupled_diloco.privacy.dp import bits_needed
 
     noise = 0.0
     if privacy.dp is not None:
         # Of equal fragments; a smaller one is checked when the model is known.
-        equal = Mechanism(privacy.dp.clip, privacy.dp.noise_multiplier, sync.fragments)
-        noise = equal.noise_of_sum(1)
+        noise = privacy.dp.mechanism(sync.fragments).noise_of_sum(1)
     form = FixedPoint.of(privacy.bits, learners, noise)
     if privacy.dp is not None:
         least = bits_needed(privacy.dp.noise_multiplier, learners)

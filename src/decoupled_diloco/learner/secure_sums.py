@@ -13,6 +13,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.shared import Context
+from decoupled_diloco.merge.blocks import norm_of
 from decoupled_diloco.merge.fixed_point import quantize, write
 from decoupled_diloco.privacy.secure_sum import (
     Cohort,
@@ -111,13 +112,13 @@ class SecureSums:
         assert form is not None
         if len(cohort.bounds) != len(segments):
             raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
-        mechanism = capture.mechanism
-        # break: other-bound-accepted
-        if mechanism is not None and cohort.bounds != (mechanism.clip_of(d.numel()),):
-            raise ProtocolError(
-                f"the cohort has bounds={cohort.bounds}, but [privacy.dp] has the bound "
-                f"{mechanism.clip_of(d.numel())}"
-            )
+        mechanism = self._here.tensors.mechanism
+        if mechanism is not None and mechanism.adaptive is None:
+            limit = mechanism.clip_of(d.numel())
+            if cohort.bounds != (limit,):  # break: other-bound-accepted
+                raise ProtocolError(
+                    f"the cohort has bounds={cohort.bounds}, but [privacy.dp] has clip={limit}"
+                )
 
         def masked() -> Tensor:
             weights = cohort.weights(plan.weight, options.steps_counted, options.quotas)
@@ -125,8 +126,14 @@ class SecureSums:
             private = mechanism is not None
             integers = quantize(form, segments, d, base, share, cohort.bounds, private=private)
             if mechanism is not None:
-                random = runtime().random_bytes
-                mechanism.add_share_(integers.elements, form.one, cohort.needed, random)
+                mechanism.add_share_(
+                    integers.elements, form.one, cohort.needed, runtime().random_bytes
+                )
+            if mechanism is not None and mechanism.adaptive is not None:
+                within = norm_of(d) <= cohort.bounds[0]
+                integers.scalars[1] = mechanism.count_share(
+                    within, d.numel(), cohort.needed, runtime().random_bytes
+                )
             return write(form, found.member.mask(read_shares(text), integers))
 
         return await self._here.in_worker(masked)

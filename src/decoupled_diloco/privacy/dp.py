@@ -22,6 +22,13 @@ toward zero lengthens no contribution. Sums of discrete Gaussians are not quite 
 Gaussians, but with shares of `SHARE_MIN` units or more, the difference is less than 1e-60 (Kairouz
 et al. 2021, arXiv 2102.06387, theorem 1).
 
+*An adaptive clip* (Andrew et al. 2021, arXiv 1905.03871). Each merge of a fragment also publishes,
+with noise, how many contributions were within the clip in force. The next merge's clip follows from
+that number: it is smaller if more than a given share was within. A contribution counts 1 or -1, and
+0 in the neighboring run, in which it is removed. The count is a second Gaussian mechanism. So
+`COUNT_SHARE` of the account is for counts, and the noise of the sum is that of the rest:
+1/z² = 1/z_sum² + 1/z_count², for each fragment and so for a period.
+
 *Randomness.* The noise comes from the operating system's random bytes, by the Box-Muller transform
 in fp64. No seed exists, so neither a restarted process nor an attacker with all files can draw it
 again. Noise of the shard is added in fp32: an attack on the low bits of floating point numbers
@@ -34,8 +41,8 @@ Shapes: N elements of a fragment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import ceil, log2, pi, sqrt
+from dataclasses import dataclass, replace
+from math import ceil, exp, log2, pi, sqrt
 
 import numpy as np
 import torch
@@ -52,8 +59,47 @@ NOISE_BLOCK = 1 << 20
 SHARE_MIN = 4.0
 """The least standard deviation of a learner's share of the noise, in units of its integers."""
 
+COUNT_SHARE = 0.1
+"""Share of the account for the counts of an adaptive clip: the sums then have 5 % more noise."""
+
+COUNT_UNIT = 1 << 20
+"""The integer that stands for a count of 1 in a secure sum."""
+
+ADAPTED_MAX = 2.0**40
+"""The largest factor by which a clip may grow or shrink in a run."""
+
 SURVIVORS_FACTOR = 2.0
 """All members of a cohort are less than twice as many as are needed to open its sum."""
+
+
+@dataclass(frozen=True)
+class AdaptiveClip:
+    """How the clip of a fragment follows its contributions.
+
+    Attributes:
+        quantile: The share of contributions that should be within the clip, between 0 and 1.
+        rate: By how much the logarithm of the clip changes in a merge, per share.
+        noise_multiplier: z_count, the noise of a count.
+    """
+
+    quantile: float
+    rate: float
+    noise_multiplier: float
+
+    def next(self, clip: float, signs: float, count: int) -> float:
+        """Return the clip after a merge.
+
+        Args:
+            clip: The clip in force, as a multiple of the first one.
+            signs: The number of contributions within the clip, less that of all others, with noise.
+            count: The number of contributions, at least 1.
+
+        >>> AdaptiveClip(quantile=0.5, rate=0.2, noise_multiplier=1.0).next(1.0, 0.0, 8)
+        1.0
+        """
+        within = (signs / count + 1) / 2
+        adapted = clip * exp(max(-1.0, min(1.0, self.rate * (self.quantile - within))))
+        return max(1 / ADAPTED_MAX, min(ADAPTED_MAX, adapted))
 
 
 @dataclass(frozen=True)
@@ -64,11 +110,33 @@ class Mechanism:
         clip: C, the largest norm of all fragments of a contribution together.
         noise_multiplier: z, the noise in multiples of C.
         numel: N, the number of elements of all fragments.
+        adaptive: How the clip changes; ``None``: it does not.
     """
 
     clip: float
     noise_multiplier: float
     numel: int
+    adaptive: AdaptiveClip | None = None
+
+    @classmethod
+    def with_quantile(
+        cls, clip: float, noise_multiplier: float, numel: int, quantile: float, rate: float
+    ) -> Mechanism:
+        """Return a mechanism with an adaptive clip.
+
+        Args:
+            clip: The first clip.
+            noise_multiplier: z of sums and counts together.
+            numel: See above.
+            quantile: See `AdaptiveClip`.
+            rate: See `AdaptiveClip`.
+        """
+        counts = AdaptiveClip(quantile, rate, noise_multiplier / sqrt(COUNT_SHARE))
+        return cls(clip, noise_multiplier / sqrt(1 - COUNT_SHARE), numel, counts)
+
+    def at(self, factor: float) -> Mechanism:
+        """Return the mechanism with a multiple of the clip."""
+        return replace(self, clip=factor * self.clip)
 
     def clip_of(self, numel: int) -> float:
         """Return the largest norm of a contribution to a fragment with this number of elements.
@@ -131,6 +199,30 @@ class Mechanism:
             noise = discrete_gaussian(block.numel(), deviation, random)
             block.add_(torch.from_numpy(noise.astype(np.int32)))  # break: share-without-noise
 
+    def count_of(self, signs: int, numel: int, random: Callable[[int], bytes]) -> float:
+        """Return the count of a merge with its noise; for the arguments see `AdaptiveClip.next`."""
+        return signs + self._count_deviation(numel) * float(gaussian(1, random)[0])
+
+    def count_share(
+        self, within: bool, numel: int, needed: int, random: Callable[[int], bytes]
+    ) -> int:
+        """Return what a learner adds to the count of a secure sum, in units of 1 / `COUNT_UNIT`.
+
+        Args:
+            within: Whether its contribution is within the clip in force.
+            numel: The elements of the fragment.
+            needed: The least number of contributions in the sum.
+            random: Returns a number of fresh random bytes.
+        """
+        deviation = self._count_deviation(numel) / sqrt(needed) * COUNT_UNIT
+        (noise,) = discrete_gaussian(1, deviation, random).tolist()
+        return (COUNT_UNIT if within else -COUNT_UNIT) + int(noise)
+
+    def _count_deviation(self, numel: int) -> float:
+        assert self.adaptive is not None
+        # break: count-without-noise
+        return self.adaptive.noise_multiplier * sqrt(self.numel / numel)
+
 
 def bits_needed(noise_multiplier: float, learners: int) -> int:
     """Return the least bits of an integer with which a share of the noise is fine enough.
@@ -151,7 +243,7 @@ def discrete_gaussian(
 
     Args:
         numel: N.
-        deviation: σ, greater than 0 and below 2^31.
+        deviation: σ, greater than 0 and below 2^47.
         random: Returns a number of fresh random bytes.
     """
     scale = int(deviation) + 1  # t

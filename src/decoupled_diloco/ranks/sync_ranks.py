@@ -605,12 +605,8 @@ class SyncRankExchange(BodyExchange):
         theta = await asyncio.wrap_future(self._values.future(copy.number))
         base = await asyncio.wrap_future(self._values.future(published.number))
         part, layout = capture.plan.fragments[capture.fragment], capture.plan.layout
-
-        def change() -> Tensor:
-            d = contribution(part, layout, theta, base)
-            return d if capture.mechanism is None else capture.mechanism.clip_(d)
-
-        return await self._here.in_worker(change), base
+        d = await self._here.in_worker(lambda: contribution(part, layout, theta, base))
+        return d, base
 
     async def _send_encoded(self, effect: messages.SendBody, capture: Capture) -> None:
         """See `BodyExchange.send_body`."""

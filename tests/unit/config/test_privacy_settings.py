@@ -39,6 +39,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "noise_multiplier=-1.0 in [privacy.dp] is out of range: it must be greater than 0.0",
     ),
     (
+        {"clip_quantile": 1.0},
+        {},
+        "clip_quantile=1.0 in [privacy.dp] is out of range: it must be less than 1.0",
+    ),
+    (
+        {"clip_rate": 0.1},
+        {},
+        "clip_rate=0.1 in [privacy.dp] would be ignored without clip_quantile: take clip_rate out",
+    ),
+    (
+        {"clip_quantile": 0.5, "clip_rate": 2.0},
+        {},
+        "clip_rate=2.0 in [privacy.dp] is out of range: it must be at most 1.0",
+    ),
+    (
         {"delta": 0.01},
         {},
         "delta=0.01 in [privacy.dp] is not below 1 / learners = 0.01, so it would allow publishing "

@@ -116,3 +116,19 @@ def test_the_limits_of_discrete_noise_fit_together() -> None:
     assert epsilon_spent(5.0, allowed + 1, DELTA, discrete=True) > 2.0
     assert noise_multiplier_for(allowed, 2.0, DELTA, discrete=True) <= 5.0 * 1.002
     assert periods_allowed(0.1, 1.0, DELTA, discrete=True) == 0
+
+
+def test_an_adaptive_clip_costs_nothing_beyond_the_noise_of_the_settings() -> None:
+    """Every sum and every count of a run as an event of its own."""
+    z, periods = 8.0, 20
+    mechanism = Mechanism.with_quantile(0.3, z, sum(PARTS), quantile=0.5, rate=0.2)
+    assert mechanism.adaptive is not None
+    events = []
+    for part in PARTS:
+        noise = mechanism.noise_multiplier * mechanism.clip / mechanism.clip_of(part)
+        count = mechanism.adaptive.noise_multiplier * math.sqrt(sum(PARTS) / part)
+        events += [dp_accounting.GaussianDpEvent(noise), dp_accounting.GaussianDpEvent(count)]
+    accountant = PLDAccountant()
+    accountant.compose(dp_accounting.ComposedDpEvent(events * periods))
+    ours = epsilon_spent(z, periods, DELTA, discrete=False)
+    assert ours == pytest.approx(accountant.get_epsilon(DELTA), rel=2e-3)

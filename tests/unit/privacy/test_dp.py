@@ -11,8 +11,10 @@ import torch
 from scipy import stats
 
 from decoupled_diloco.privacy.dp import (
+    COUNT_UNIT,
     NOISE_BLOCK,
     SHARE_MIN,
+    AdaptiveClip,
     Mechanism,
     bits_needed,
     discrete_gaussian,
@@ -141,3 +143,62 @@ def test_the_bits_that_a_share_needs(z: float, learners: int) -> None:
 
     least = bits_needed(z, learners)
     assert share(least - 1) < SHARE_MIN <= share(least)
+
+
+@pytest.mark.parametrize("z", [0.5, 20.0])
+def test_the_noise_of_sums_and_counts_together_is_that_of_the_settings(z: float) -> None:
+    """Andrew et al. 2021, theorem 1: z_sum = (z^-2 - (2σ_b)^-2)^-1/2; a count has the noise σ_b."""
+    mechanism = Mechanism.with_quantile(2.0, z, 400, quantile=0.5, rate=0.2)
+    assert mechanism.adaptive is not None
+    sigma_b = mechanism.adaptive.noise_multiplier / 2  # a sign is twice a count from 0 to 1
+    expected = (z**-2 - (2 * sigma_b) ** -2) ** -0.5
+    assert mechanism.noise_multiplier == pytest.approx(expected)
+    assert z < mechanism.noise_multiplier < 1.06 * z
+
+
+def test_a_count_has_the_noise_of_its_fragment() -> None:
+    mechanism = Mechanism.with_quantile(2.0, 1.5, 400, quantile=0.5, rate=0.2)
+    claimed = 1.5 / math.sqrt(0.1) * math.sqrt(400 / 100)
+    counts = [mechanism.count_of(3, 100, SEED.bytes) for _ in range(20_000)]
+    assert stats.kstest((np.array(counts) - 3) / claimed, "norm").pvalue > 1e-3
+    shares = [
+        sum(mechanism.count_share(True, 100, 4, SEED.bytes) for _ in range(4)) / COUNT_UNIT
+        for _ in range(2_000)
+    ]
+    assert stats.kstest((np.array(shares) - 4) / claimed, "norm").pvalue > 1e-3
+    assert mechanism.count_share(False, 400, 10**12, SEED.bytes) == pytest.approx(-COUNT_UNIT, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("signs", "factor"),
+    [
+        (8.0, math.exp(-0.2 * 0.3)),  # all are within the clip
+        (-8.0, math.exp(0.2 * 0.7)),  # none is
+        (8 * 0.4, 1.0),  # 70 % are
+        (1e9, math.exp(-1)),  # a learner lies
+        (-1e9, math.exp(1)),
+    ],
+)
+def test_the_clip_follows_the_quantile(signs: float, factor: float) -> None:
+    adaptive = AdaptiveClip(quantile=0.7, rate=0.2, noise_multiplier=1.0)
+    assert adaptive.next(3.0, signs, 8) == pytest.approx(3.0 * factor)
+
+
+def test_the_clip_stays_within_limits() -> None:
+    adaptive, small, large = AdaptiveClip(0.5, 1.0, 1.0), 1.0, 1.0
+    for _ in range(100):
+        small, large = adaptive.next(small, 1e9, 1), adaptive.next(large, -1e9, 1)
+    assert (small, large) == (2.0**-40, 2.0**40)
+
+
+def test_the_clip_finds_the_quantile_of_its_contributions() -> None:
+    """Norms of 1,000 learners are log-normal; the noise of a count is 63 of 1,000."""
+    mechanism = Mechanism.with_quantile(1.0, 20.0, 400, quantile=0.8, rate=0.2)
+    assert mechanism.adaptive is not None
+    clip, clips = 1000.0, []
+    for _ in range(300):
+        norms = np.exp(SEED.normal(size=1000))
+        signs = int(np.where(norms <= clip, 1, -1).sum())
+        clip = mechanism.adaptive.next(clip, mechanism.count_of(signs, 400, SEED.bytes), 1000)
+        clips.append(clip)
+    assert np.mean(np.log(clips[200:])) == pytest.approx(stats.norm.ppf(0.8), abs=0.1)
