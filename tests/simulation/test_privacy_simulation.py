@@ -19,6 +19,7 @@ from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.privacy.accountant import epsilon_spent
 from decoupled_diloco.privacy.secure_sum import Opening
 from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import Made
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.page.document import state_of_page
 from decoupled_diloco.show.page.history import PageHistory
@@ -28,6 +29,7 @@ from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.terminal import render_status
 from decoupled_diloco.syncer.contributions import Contributions
 from decoupled_diloco.syncer.shard_tensors import OuterStep, ShardTensors
+from decoupled_diloco.tape import TapeReader
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.simulate.virtual_runtime import VirtualRuntime
@@ -68,6 +70,12 @@ def merges_on(folder: Path) -> Counter[tuple[str, int]]:
                 folded = {p.learner for p in round.result.participants if p.state == "folded"}
                 found.update((learner, round.result.fragment) for learner in folded)
     return found
+
+
+def clips_on(folder: Path) -> list[float]:
+    """The clips after all merges in ascending order, as the tapes have them."""
+    made = [each.value().result for each in TapeReader(folder) if each.type == "Done"]
+    return sorted(each.clip for each in made if isinstance(each, Made) and each.clip is not None)
 
 
 def test_a_killed_shard_continues_the_account_and_repeats_no_noise(
@@ -191,6 +199,7 @@ def test_an_adaptive_clip_finds_the_norms_from_both_sides(
         assert system.finished
         system.close()
         ends.append(first * exp(sum(map(log, clips[-6:])) / 6))
+        assert clips_on(folder) == pytest.approx(sorted(first * clip for clip in clips), rel=1e-6)
     assert 0.01 < min(ends) < max(ends) < 3 * min(ends) < 3, "the firsts are six orders apart"
 
 

@@ -237,6 +237,11 @@ class ShardTensors(Contributions):
             return self.mechanism
         return self.mechanism.at(self.fragments[fragment].clip)
 
+    def adapted_clip(self, fragment: int) -> float | None:
+        """Return the clip in force, as the norm of a whole period; ``None``: it does not change."""
+        mechanism = self.mechanism_of(fragment)
+        return None if mechanism is None or mechanism.adaptive is None else mechanism.clip
+
     def _next_clip(self, fragment: int) -> float:
         """Return the clip in force after the merge of what was folded."""
         clip, mechanism = self.fragments[fragment].clip, self.mechanism
