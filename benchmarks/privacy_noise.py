@@ -65,7 +65,7 @@ def trained(learners: int, epsilon: float, periods: int, seed: int) -> dict[str,
     )
     z, delta = 0.0, 0.1 / learners
     if math.isfinite(epsilon):
-        z = noise_multiplier_for(periods, epsilon, delta)
+        z = noise_multiplier_for(periods, epsilon, delta, discrete=False)
     first = local(torch.zeros(NUMEL), images[own], labels[own])
     clip = float(first.norm(dim=1).median())
     tensors = ShardTensors(plan, (0, 1), mechanism=Mechanism(clip, z, NUMEL))

@@ -6,6 +6,8 @@ from deliberate_breaks import Break
 
 ACCOUNT = "unit/protocol/test_privacy_account.py::test_"
 TENSORS = "unit/syncer/test_private_tensors.py::test_"
+SHARES = "unit/privacy/test_noise_shares.py::test_"
+RUNS = "simulation/test_privacy_simulation.py::test_"
 
 PRIVACY = (
     Break(
@@ -55,5 +57,48 @@ PRIVACY = (
         "pass",
         "a merge gets no noise",
         test=TENSORS + "what_is_published_has_the_noise",
+    ),
+    Break(
+        "share-without-noise",
+        "pass",
+        "a learner adds no noise to a secure sum",
+        test=SHARES + "the_least_number_of_survivors_has_exactly_the_noise",
+    ),
+    Break(
+        "private-norm-sent",
+        "sent = min(1.0, norm / bound)",
+        "a secure sum reveals the mean norm of the contributions without noise",
+        test=SHARES + "nothing_but_the_elements_depends_on_a_contribution",
+    ),
+    Break(
+        "discrete-noise-counted-as-continuous",
+        "if False:",
+        "ε of discrete noise is not an upper limit",
+        test="unit/privacy/test_accountant.py"
+        "::test_discrete_noise_has_at_most_the_computed_epsilon",
+    ),
+    Break(
+        "other-bound-accepted",
+        "if False:",
+        "a learner adds noise in units of the bound that a shard chooses",
+        test=RUNS + "a_learner_takes_part_in_no_sum_with_another_bound",
+    ),
+    Break(
+        "ranks-do-not-clip",
+        "if False:",
+        "a multi-rank learner sends contributions above the clip",
+        test=RUNS + "a_learner_clips_its_contributions_itself",
+    ),
+    Break(
+        "count-without-noise",
+        "return 0.0",
+        "an adaptive clip reveals how many contributions were within it, without noise",
+        test="unit/privacy/test_dp.py::test_a_count_has_the_noise_of_its_fragment",
+    ),
+    Break(
+        "clip-forgotten",
+        "pass",
+        "a restarted shard begins with the first clip again",
+        test=TENSORS + "a_restart_continues_with_the_clip_in_force",
     ),
 )

@@ -113,11 +113,9 @@ def _numel(config: RunConfig) -> int | None:
 
 
 def _sentences(config: RunConfig, dp: DpSettings, numel: int | None) -> list[str]:
-    from decoupled_diloco.privacy.accountant import epsilon_spent
-
     learners, periods = config.run.learners, periods_of(config, dp)
     assert dp.periods is not None
-    spent = epsilon_spent(dp.noise_multiplier, min(periods, dp.periods), dp.delta)
+    spent = _spent(config, dp.noise_multiplier, min(periods, dp.periods), dp.delta)
     lines = [
         f"{config.run.name}: {learners} learners, {periods} periods of {config.sync.sync_every} "
         f"steps, noise of {dp.noise_multiplier:g} clips, δ = {dp.delta:g}",
@@ -127,16 +125,23 @@ def _sentences(config: RunConfig, dp: DpSettings, numel: int | None) -> list[str
     if periods > dp.periods:
         lines.append(
             f"The run is longer than ε allows: after {dp.periods} periods a learner is merged no "
-            f"longer. Raise noise_multiplier to {_needed(periods, dp, dp.delta):.3g}, raise "
+            f"longer. Raise noise_multiplier to {_needed(config, dp, dp.delta):.3g}, raise "
             "epsilon_max, or shorten the run."
         )
     if numel is None:
         lines.append("Pass --parameters to see how long the noise is beside the training.")
         return lines
-    ratio = noise_ratio(dp.noise_multiplier, numel, learners)
+    ratio = noise_ratio(dp.mechanism(numel).noise_multiplier, numel, learners)
     lines.append(
         f"The noise of each mean is {ratio:.3g} times as long as the clip ({numel} parameters)."
     )
+    counts = dp.mechanism(numel).adaptive
+    if counts is not None:
+        error = counts.noise_multiplier * sqrt(config.sync.fragments) / (2 * learners)
+        lines.append(
+            f"Each merge measures the share of contributions within the clip to ±{100 * error:.2g} "
+            "percentage points. Set clip_rate so low that many merges make up for it."
+        )
     if ratio > NOISE_USUAL:
         enough = ceil(learners * ratio / NOISE_USUAL)
         lines.append(
@@ -148,10 +153,18 @@ def _sentences(config: RunConfig, dp: DpSettings, numel: int | None) -> list[str
     return lines
 
 
-def _needed(periods: int, dp: DpSettings, delta: float) -> float:
+def _needed(config: RunConfig, dp: DpSettings, delta: float) -> float:
     from decoupled_diloco.privacy.accountant import noise_multiplier_for
 
-    return noise_multiplier_for(periods, dp.epsilon_max, delta)
+    periods, discrete = periods_of(config, dp), config.privacy.secure_sums
+    return noise_multiplier_for(periods, dp.epsilon_max, delta, discrete=discrete)
+
+
+def _spent(config: RunConfig, noise_multiplier: float, periods: int, delta: float) -> float:
+    from decoupled_diloco.privacy.accountant import epsilon_spent
+
+    discrete = config.privacy.secure_sums
+    return epsilon_spent(noise_multiplier, periods, delta, discrete=discrete)
 
 
 def _counts_shown(config: RunConfig) -> list[int]:
@@ -166,8 +179,6 @@ def _lengths(config: RunConfig, dp: DpSettings) -> object:
     """Return the table of ε for each number of learners and length."""
     from rich.table import Table
 
-    from decoupled_diloco.privacy.accountant import epsilon_spent
-
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("ε by learners and periods", no_wrap=True)
     table.add_column("δ", justify="right")
@@ -176,7 +187,7 @@ def _lengths(config: RunConfig, dp: DpSettings) -> object:
         table.add_column(f"{each}", justify="right")
     for count in _counts_shown(config):
         delta = delta_for(dp, count)
-        spent = [f"{epsilon_spent(dp.noise_multiplier, each, delta):.3g}" for each in periods]
+        spent = [f"{_spent(config, dp.noise_multiplier, n, delta):.3g}" for n in periods]
         table.add_row(_name(config, count), f"{delta:.0e}", *spent)
     return table
 
@@ -190,7 +201,7 @@ def _counts(config: RunConfig, dp: DpSettings, numel: int | None) -> object:
     table.add_column("noise_multiplier", justify="right")
     table.add_column("noise beside the clip", justify="right")
     for count in _counts_shown(config):
-        z = _needed(periods_of(config, dp), dp, delta_for(dp, count))
+        z = _needed(config, dp, delta_for(dp, count))
         ratio = "unknown" if numel is None else f"{noise_ratio(z, numel, count):.3g} ×"
         table.add_row(_name(config, count), f"{z:.3g}", ratio)
     return table
@@ -202,7 +213,6 @@ def _name(config: RunConfig, count: int) -> str:
 
 def _plot(config: RunConfig, dp: DpSettings) -> str:
     """Return a picture of ε over the periods, for half, all and twice the noise."""
-    from decoupled_diloco.privacy.accountant import epsilon_spent
     from decoupled_diloco.show.charts import Canvas, Chart, framed, standalone
 
     last = 2 * periods_of(config, dp)
@@ -217,7 +227,7 @@ def _plot(config: RunConfig, dp: DpSettings) -> str:
         canvas.stroke(frame.points([(0, dp.epsilon_max), (last, dp.epsilon_max)]), "limit")
         canvas.text(frame.x(0) + 6, frame.y(dp.epsilon_max) - 5, "epsilon_max")
         for css, z in lines:
-            spent = [(n, epsilon_spent(z, n, dp.delta)) for n in shown]
+            spent = [(n, _spent(config, z, n, dp.delta)) for n in shown]
             inside = [point for point in spent if point[1] <= top]
             canvas.line(frame.points(inside), css)
             if inside:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
@@ -166,7 +167,8 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     """How the run's tensors are divided, encoded and merged.
 
     Raises:
-        ConfigError: The layout cannot be divided into this number of fragments.
+        ConfigError: The layout cannot be divided into this number of fragments, or a secure sum has
+            no room for the noise of a fragment.
     """
     from decoupled_diloco.merge import make_outer  # imports torch, which a launcher does not need
     from decoupled_diloco.merge.plan import MergePlan
@@ -176,7 +178,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     def factory(outer: OuterSettings) -> OuterFactory:
         return make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options)
 
-    return MergePlan.make(
+    plan = MergePlan.make(
         synchronised(layout, config),
         fragments=sync.fragments,
         strategy=sync.partition.scheme,
@@ -190,29 +192,27 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         modules=sync.partition.map,
         buffers="one" if sync.merge.buffers == "one" else "mean",
         feedback=None if config.privacy.secure_sums else sync.codec.feedback,
-        secure=_fixed_point(config),
         trim=sync.merge.trim,
     )
+    return replace(plan, secure=_fixed_point(plan, config))
 
 
-def _fixed_point(config: RunConfig) -> FixedPoint | None:
+def _fixed_point(plan: MergePlan, config: RunConfig) -> FixedPoint | None:
     """The format of masked contributions; `None` without secure sums."""
     if not config.privacy.secure_sums:
         return None
     from decoupled_diloco.merge.fixed_point import FixedPoint
 
-    return FixedPoint.of(config.privacy.bits, config.run.learners)
+    mechanism, noise = mechanism_of(plan, config), 0.0
+    if mechanism is not None:
+        noise = max(mechanism.noise_of_sum(fragment.numel) for fragment in plan.fragments)
+    return FixedPoint.of(config.privacy.bits, config.run.learners, noise)
 
 
 def mechanism_of(plan: MergePlan, config: RunConfig) -> Mechanism | None:
     """How contributions are clipped and merges get noise; `None` without `[privacy.dp]`."""
-    from decoupled_diloco.privacy.dp import Mechanism
-
     dp = config.privacy.dp
-    if dp is None:
-        return None
-    numel = sum(fragment.numel for fragment in plan.fragments)
-    return Mechanism(dp.clip, dp.noise_multiplier, numel)
+    return None if dp is None else dp.mechanism(sum(each.numel for each in plan.fragments))
 
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:

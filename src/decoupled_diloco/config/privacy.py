@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -18,6 +18,9 @@ from decoupled_diloco.privacy.accountant import (
     noise_multiplier_for,
     periods_allowed,
 )
+
+if TYPE_CHECKING:
+    from decoupled_diloco.privacy.dp import Mechanism
 
 THRESHOLD_MIN = 2
 """A sum of one contribution is that contribution."""
@@ -53,7 +56,21 @@ class DpSettings(Settings):
 
     noise_multiplier: float = Field(gt=0)
     """z: standard deviation of the noise on each merged sum, in multiples of `clip`, greater than
-    0. A mean of n learners has the noise z·C/n per element. `ddiloco privacy` prints ε for it."""
+    0. A mean of n learners has the noise z·C/n per element. `ddiloco privacy` prints ε for it. With
+    `secure_sums`, each learner adds a share of the noise to its own contribution. The noise is then
+    up to 1.4 times as large, because a sum must have enough of it after dropouts, too."""
+
+    clip_quantile: float | None = Field(default=None, gt=0, lt=1)
+    """The share of contributions that should be within the clip, such as 0.5; greater than 0 to
+    less than 1. After each merge of a fragment, its clip changes toward that quantile of the norms,
+    from `clip` on (Andrew et al. 2021). Each merge then publishes a noisy count, too. A tenth of
+    the account is for counts, so that the noise of sums is 1.05·z. The counts are useful if
+    z·√`fragments` is not much larger than the number of learners. Default: the clip does not
+    change."""
+
+    clip_rate: float = Field(default=0.2, gt=0, le=1)
+    """How fast the clip changes, greater than 0 to 1: in a merge, its logarithm changes by this
+    times the difference of the shares."""
 
     epsilon_max: float = Field(gt=0)
     """ε: the most that the run may reveal about a learner, greater than 0. When a learner has spent
@@ -67,32 +84,33 @@ class DpSettings(Settings):
     """The most merges of each fragment in which a learner takes part, at least 1. Lower it to leave
     a part of ε for a later run on the same data. Default: as many as `epsilon_max` allows."""
 
-    @model_validator(mode="after")
-    def _fill_in_periods(self) -> DpSettings:
-        """Computes the limit, or checks it where dp-accounting is installed.
+    def inapplicable(self) -> Mapping[str, str]:
+        """The settings of an adaptive clip without these."""
+        return {"clip_rate": "without clip_quantile"} if self.clip_quantile is None else {}
 
-        A learner receives the number from the syncer, and needs no package for it.
-        """
-        try:
-            allowed = self.verify()
-        except MissingAccountantError:
-            if self.periods is None:
-                raise
-            return self
-        if self.periods is None:
-            object.__setattr__(self, "periods", allowed)
-        return self
+    def mechanism(self, numel: int) -> Mechanism:
+        """How contributions are clipped and merges get noise, for a number of elements."""
+        from decoupled_diloco.privacy.dp import Mechanism  # torch takes seconds
 
-    def verify(self) -> int:
+        if self.clip_quantile is None:
+            return Mechanism(self.clip, self.noise_multiplier, numel)
+        first = (self.clip, self.noise_multiplier, numel)
+        return Mechanism.with_quantile(*first, self.clip_quantile, self.clip_rate)
+
+    def verify(self, *, discrete: bool) -> int:
         """Check the limit with dp-accounting, and return the largest one.
+
+        Args:
+            discrete: Whether the noise consists of integers, as in secure sums.
 
         Raises:
             MissingAccountantError: It is not installed.
             ConfigError: ε is spent in the first period, or the limit is too large.
         """
-        allowed = periods_allowed(self.noise_multiplier, self.epsilon_max, self.delta)
+        limits = (self.epsilon_max, self.delta)
+        allowed = periods_allowed(self.noise_multiplier, *limits, discrete=discrete)
         if not allowed:
-            least = noise_multiplier_for(1, self.epsilon_max, self.delta)
+            least = noise_multiplier_for(1, *limits, discrete=discrete)
             raise ConfigError(
                 f"epsilon_max={self.epsilon_max:g} in [privacy.dp] is spent before the first "
                 f"period ends with noise_multiplier={self.noise_multiplier:g}: raise "
@@ -162,6 +180,24 @@ class PrivacySettings(Settings):
         return Parties(
             parties=self.members, syncer_key=self.syncer_key, least_parties=self.least_parties
         )
+
+    @model_validator(mode="after")
+    def _fill_in_periods(self) -> PrivacySettings:
+        """Computes the limit of `[privacy.dp]`, or checks it where dp-accounting is installed.
+
+        A learner receives the number from the syncer, and needs no package for it.
+        """
+        if self.dp is None:
+            return self
+        try:
+            allowed = self.dp.verify(discrete=self.secure_sums)
+        except MissingAccountantError:
+            if self.dp.periods is None:
+                raise
+            return self
+        if self.dp.periods is None:
+            object.__setattr__(self.dp, "periods", allowed)
+        return self
 
     @model_validator(mode="after")
     def _check_members(self) -> PrivacySettings:

@@ -916,8 +916,21 @@ class RunConfig(Settings):
                 "sum would ever be opened: lower threshold or start more learners"
             )
         from decoupled_diloco.merge.fixed_point import FixedPoint  # torch takes seconds
+        from decoupled_diloco.privacy.dp import bits_needed
 
-        FixedPoint.of(privacy.bits, learners)
+        noise = 0.0
+        if privacy.dp is not None:
+            # Of equal fragments; a smaller one is checked when the model is known.
+            noise = privacy.dp.mechanism(sync.fragments).noise_of_sum(1)
+        form = FixedPoint.of(privacy.bits, learners, noise)
+        if privacy.dp is not None:
+            least = bits_needed(privacy.dp.noise_multiplier, learners)
+            if form.bits < least:
+                raise ConfigError(
+                    f"bits={form.bits} in [privacy] is too coarse for noise_multiplier="
+                    f"{privacy.dp.noise_multiplier:g} in [privacy.dp], of which each of {learners} "
+                    f"learners adds a share: set bits to {least} or more, or raise noise_multiplier"
+                )
         if learners > MEMBERS_MAX:
             raise ConfigError(
                 f"learners={learners} in [run] exceeds {MEMBERS_MAX} with secure_sums=true in "

@@ -110,7 +110,8 @@ def run_shard(
         KeyboardInterrupt: The process received a signal before the end of the run.
     """
     if config.privacy.dp is not None:
-        config.privacy.dp.verify()  # the shard enforces the limit, so it must not take it on trust
+        # The shard enforces the limit, so it must not take it on trust.
+        config.privacy.dp.verify(discrete=config.privacy.secure_sums)
     tokens = accepted_tokens(config, token)
     signing_key = signing_key_of(config, shard, folder)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)

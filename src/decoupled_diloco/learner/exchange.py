@@ -101,7 +101,8 @@ class LearnerTensors:
         plan: The run's layout, fragments and codecs.
         store: The learner's parameters.
         blend_alpha: α of ``alignment="blend"``: the share of the learner's own parameters.
-        mechanism: How contributions are clipped; ``None``: without differential privacy.
+        mechanism: How contributions are clipped and get noise; ``None``: without differential
+            privacy.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LearnerTensors:
         self.plan = plan
         self.store = store
         self.blend_alpha = blend_alpha
-        self._mechanism = mechanism
+        self.mechanism = mechanism
         count = len(plan.fragments)
         self.published: list[Values | None] = [None] * count
         self.staged: list[Values | None] = [None] * count
@@ -177,7 +178,17 @@ class LearnerTensors:
         if self.plan.feedback is not None:
             self.under_way[fragment, ask] = UnderWay(taken)
         # break: residual-not-sent
-        return Capture(self.plan, fragment, copy, published, taken, self._mechanism)
+        return Capture(self.plan, fragment, copy, published, taken, self._clip)
+
+    @property
+    def _clip(self) -> Mechanism | None:
+        """How contributions are clipped here; ``None``: not at all, or only when they are sent.
+
+        A secure sum has its own bound. An adaptive clip is applied by the shard, which counts what
+        exceeds it.
+        """
+        is_known = self.mechanism is not None and self.mechanism.adaptive is None
+        return self.mechanism if is_known and self.plan.secure is None else None
 
     def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
         """Note the residual of a captured contribution, which is now encoded."""

@@ -14,6 +14,7 @@ from decoupled_diloco.config.parties import OwnParty, Parties, PartySettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.shared import Context
+from decoupled_diloco.merge.blocks import norm_of
 from decoupled_diloco.merge.fixed_point import quantize, write
 from decoupled_diloco.privacy.keys import require_cryptography
 from decoupled_diloco.privacy.secure_sum import (
@@ -179,13 +180,30 @@ class MaskedSums:
         assert form is not None
         if len(cohort.bounds) != len(segments):
             raise ProtocolError(f"the cohort has {len(cohort.bounds)} bounds, not {len(segments)}")
+        mechanism = self._here.tensors.mechanism
+        if mechanism is not None and mechanism.adaptive is None:
+            limit = mechanism.clip_of(d.numel())
+            if cohort.bounds != (limit,):  # break: other-bound-accepted
+                raise ProtocolError(
+                    f"the cohort has bounds={cohort.bounds}, but [privacy.dp] has clip={limit}"
+                )
 
         def masked() -> Tensor:
             weights = cohort.weights(plan.weight, options.steps_counted, options.quotas)
             share = weights[found.member.learner] / max(weights.values())
             if not share > 0:
                 raise ProtocolError("the other weights of the cohort leave none for this learner")
-            integers = quantize(form, segments, d, base, share, cohort.bounds)
+            private = mechanism is not None
+            integers = quantize(form, segments, d, base, share, cohort.bounds, private=private)
+            if mechanism is not None:
+                mechanism.add_share_(
+                    integers.elements, form.one, cohort.needed, runtime().random_bytes
+                )
+            if mechanism is not None and mechanism.adaptive is not None:
+                within = norm_of(d) <= cohort.bounds[0]
+                integers.scalars[1] = mechanism.count_share(
+                    within, d.numel(), cohort.needed, runtime().random_bytes
+                )
             return write(form, found.member.mask(read_shares(text), integers))
 
         return await self._here.in_worker(masked)

@@ -13,10 +13,14 @@ rounded to a multiple of 2^-(bits - 1), modulo 2^b. The bounds come from the mea
 merges, which are public, so a much larger contribution is clipped. A buffer is sent as its change
 from the published copy, because a change needs fewer bits than a value.
 
+With differential privacy, the bounds are settings, nothing but the elements may depend on the
+contribution, and their norm is at most a: they are rounded toward zero, and no norms are sent.
+
 The payload is ``scalars | elements``, little-endian:
 
-    scalars   int64 modulo 2^64: a, then a·min(1, ‖v‖/B) for each segment, then for each buffer
-              segment whether its values are whole numbers and whether they form a unit vector
+    scalars   int64 modulo 2^64: a, then a·min(1, ‖v‖/B) for each segment (0 with differential
+              privacy), then for each buffer segment whether its values are whole numbers and
+              whether they form a unit vector
     elements  b / 8 bytes each
 
 Shapes:
@@ -31,6 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -64,6 +69,12 @@ FIRST_BOUND_OF_BUFFERS = 1024.0
 
 _UNIT_TOLERANCE = 1e-3
 
+NOISE_REACH = 12.0
+"""A sum has room for so many standard deviations of noise: one in 10^32 elements exceeds them."""
+
+_NORM_ERROR = 2.0**-19
+"""The most by which `norm_of` is too small, relative to the norm."""
+
 
 @dataclass(frozen=True)
 class FixedPoint:
@@ -78,11 +89,13 @@ class FixedPoint:
     modulus_bits: int
 
     @classmethod
-    def of(cls, bits: int | None, learners: int) -> FixedPoint:
+    def of(cls, bits: int | None, learners: int, noise: float = 0.0) -> FixedPoint:
         """Return the format for sums of at most this many contributions.
 
         Args:
             bits: Bits of an element, 8 to 24; ``None``: as many as fit into 32 bits, at most 24.
+            noise: Standard deviation of the noise of a sum, as a multiple of the largest norm of a
+                contribution.
 
         Raises:
             ConfigError: The sum would not fit into 32 bits.
@@ -90,13 +103,20 @@ class FixedPoint:
         >>> FixedPoint.of(None, 8), FixedPoint.of(16, 200)
         (FixedPoint(bits=24, modulus_bits=32), FixedPoint(bits=16, modulus_bits=24))
         """
-        growth = max(1, learners - 1).bit_length()
+        growth = max(1, learners + math.ceil(NOISE_REACH * noise) - 1).bit_length()
         most = min(BITS_MAX, MODULUS_BITS_MAX - growth)
+        if most < BITS_MIN:
+            raise ConfigError(
+                f"a sum of {learners} contributions with noise of {noise:.3g} times the clip of a "
+                f"fragment does not fit into {MODULUS_BITS_MAX} bits: lower noise_multiplier in "
+                "[privacy.dp], or divide the model into fewer or more equal fragments"
+            )
         bits = most if bits is None else bits
         if not BITS_MIN <= bits <= most:
             raise ConfigError(
-                f"bits={bits} in [privacy] is out of range: with {learners} learners it must be "
-                f"{BITS_MIN} to {most}, so that a sum fits into {MODULUS_BITS_MAX} bits"
+                f"bits={bits} in [privacy] is out of range: with {learners} learners"
+                f"{' and the noise of [privacy.dp]' if noise else ''} it must be {BITS_MIN} to "
+                f"{most}, so that a sum fits into {MODULUS_BITS_MAX} bits"
             )
         return cls(bits, math.ceil((bits + growth) / 8) * 8)
 
@@ -156,6 +176,8 @@ def quantize(
     base: Tensor,
     share: float,
     bounds: Sequence[float],
+    *,
+    private: bool = False,
 ) -> Integers:
     """Round a contribution, multiplied by its weight, to integers.
 
@@ -166,10 +188,13 @@ def quantize(
         base: The published copy, fp32 [N]; only its buffers are used.
         share: a, the weight as a share of the cohort's largest, in (0, 1].
         bounds: B for each segment, each positive and finite.
+        private: Whether the integers get noise, so that their norm must be at most a, and nothing
+            else may depend on the contribution. All parameters must be in one segment then.
 
     Raises:
         MergeError: A change of a parameter is not finite.
     """
+    assert not private or [segment.merge for segment in segments] == ["mean"]
     assert 0 < share <= 1, f"share={share} is not in (0, 1]"
     result = zeros(form, segments)
     scalars = [round(share * (1 << SCALAR_BITS))]
@@ -186,11 +211,16 @@ def quantize(
             raise MergeError(
                 f"elements {segment.start}:{segment.stop} hold a value that is not finite"
             )
-        scalars.append(round(share * min(1.0, norm / bound) * (1 << SCALAR_BITS)))
+        # break: private-norm-sent
+        sent = 0.0 if private else min(1.0, norm / bound)
+        scalars.append(round(share * sent * (1 << SCALAR_BITS)))
         if norm > 0:
             length = norm if segment.merge == "rda" else max(bound, norm)
             target = result.elements[segment.start : segment.stop]
-            _round_into(values, share / length, form.one, target)
+            if private:
+                _round_into(values, share / (length * (1 + _NORM_ERROR)), form.one, target, "trunc")
+            else:
+                _round_into(values, share / length, form.one, target, "round")
     result.scalars.copy_(torch.tensor([*scalars, *flags], dtype=torch.int64, device="cpu"))
     return result
 
@@ -353,11 +383,15 @@ def _is_unit(values: Tensor) -> bool:
     return near and abs(norm_of(values) - 1) < _UNIT_TOLERANCE
 
 
-def _round_into(values: Tensor, factor: float, one: int, out: Tensor) -> None:
+def _round_into(
+    values: Tensor, factor: float, one: int, out: Tensor, how: Literal["round", "trunc"]
+) -> None:
     """Write one·factor·values, rounded, to `out`; ``factor * values`` is in [-1, 1]."""
     for out_block, block in zip(blocks_of(out), blocks_of(values), strict=True):
+        scaled = block.double() * (factor * one)
+        scaled = scaled.round_() if how == "round" else scaled.trunc_()
         # The norm is rounded, so a single element may exceed 1 a little: a sum could overflow.
-        out_block.copy_((block.double() * (factor * one)).round_().clamp_(-one, one))
+        out_block.copy_(scaled.clamp_(-one, one))
 
 
 def _scaled(elements: Tensor, factor: float) -> Tensor:

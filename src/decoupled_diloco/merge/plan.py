@@ -96,7 +96,6 @@ class MergePlan:
         other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
         feedback: float | None = None,
         coarser: Sequence[str] = (),
-        secure: FixedPoint | None = None,
         trim: float = 0.0,
     ) -> MergePlan:
         """Create a plan from a layout and settings.
@@ -122,7 +121,6 @@ class MergePlan:
             other_outers=other_outers or {},
             feedback=feedback,
             coarser=tuple(map(codec, coarser)),
-            secure=secure,
             trim=trim,
         )
 

@@ -2157,10 +2157,15 @@ class StandDown:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The result of an order: a published copy, or a checkpoint part that is on the disk."""
+    """The result of an order: a published copy, or a checkpoint part that is on the disk.
+
+    ``clip`` is that for the fragment's next merge, if it is adaptive (`[privacy.dp]`), as the norm
+    of a whole period.
+    """
 
     digest: str
     nbytes: int = 0
+    clip: float | None = field(default=None, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -57,8 +58,10 @@ from decoupled_diloco.merge import (
     joined_digest,
     receive,
 )
+from decoupled_diloco.merge.blocks import squares_of
 from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan, values_of
+from decoupled_diloco.privacy.dp import Mechanism
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed
 from decoupled_diloco.ranks.rank_context import RankSurroundings
@@ -109,6 +112,8 @@ class SyncRank:
         """Execute a request and return the answer, which may be a `DilocoError`; see `raised`."""
         try:
             match request["do"]:
+                case "measure":
+                    return await self._measure(request)
                 case "encode":
                     return await self._encode(request)
                 case "copy":
@@ -136,14 +141,27 @@ class SyncRank:
     async def _value(self, number: int) -> Tensor:
         return await asyncio.wrap_future(self._values.future(number))
 
+    async def _change(self, request: Document) -> tuple[Callable[[], Tensor], Tensor]:
+        """Return what computes a contribution, and the published copy it was trained from.
+
+        The contribution is the copy minus the published copy (rule 6).
+        """
+        theta = await self._value(request["copy"])
+        published = await self._value(request["published"])
+        plan, fragment = self._plan, request["fragment"]
+        part = clipped(plan.fragments[fragment], *self._ranges[fragment])
+        return lambda: contribution(part, plan.layout, theta, published), published
+
+    async def _measure(self, request: Document) -> Document:
+        """Return the squared norm of a contribution's range, as text: it may not be finite."""
+        change, _ = await self._change(request)
+        return {"squares": (await self._in_worker(lambda: squares_of(change()))).hex()}
+
     async def _encode(self, request: Document) -> Document:
-        """Encode a contribution: the copy minus the published copy it was trained from (rule 6)."""
+        """Encode a contribution, scaled."""
         plan, fragment = self._plan, request["fragment"]
         start, stop = self._ranges[fragment]
-        theta, published = (
-            await self._value(request["copy"]),
-            await self._value(request["published"]),
-        )
+        change, published = await self._change(request)
         residuals = [await self._value(number) for number in request["residuals"]]
         whole = plan.fragments[fragment]
         uplink = plan.uplink_of(fragment, request["codec"])
@@ -153,8 +171,9 @@ class SyncRank:
             )
 
         def encode() -> tuple[Tensor, bytes, Tensor | None]:
-            part = clipped(whole, start, stop)
-            d = contribution(part, plan.layout, theta, published)
+            d = change()
+            if request["scale"] != 1.0:  # break: ranks-do-not-clip
+                d.mul_(request["scale"])
             body, residual = plan.encode(d, residuals, uplink)
             digests = block_digests(body, uplink)
             # A fragment with buffers is not split, so this sync rank has all of them.
@@ -595,14 +614,18 @@ class SyncRankExchange(BodyExchange):
         copy, published = capture.copy, capture.published
         assert isinstance(copy, Handle), "the copy is not of a RankedStore"
         leaves = None if capture.plan.feedback is None else self._store.handle(fragment.numel, "")
+        names = {
+            "fragment": fragment.index,
+            "copy": copy.number,
+            "published": published.number,
+        }
         try:
             answers = await self._request(
                 fragment,
                 do="encode",
                 job=job,
-                fragment=fragment.index,
-                copy=copy.number,
-                published=published.number,
+                **names,
+                scale=await self._scale(fragment, capture.mechanism, names),
                 codec=effect.codec,
                 residuals=[each.number for each in capture.residuals],
                 leaves=None if leaves is None else leaves.number,
@@ -612,6 +635,17 @@ class SyncRankExchange(BodyExchange):
         except (ConfigError, TransportError, ProtocolError) as error:
             self._here.deliver(Failed(effect, str(error)))
             await self._drop(fragment, job)
+
+    async def _scale(
+        self, fragment: Fragment, mechanism: Mechanism | None, names: Document
+    ) -> float:
+        """Return the factor that clips a contribution, from the norms of the sync ranks' ranges."""
+        if mechanism is None:
+            return 1.0
+        answers = await self._request(fragment, do="measure", **names)
+        norm = math.sqrt(math.fsum(float.fromhex(each["squares"]) for each in answers))
+        # A shard refuses a contribution that is not finite.
+        return mechanism.scale_of(norm, fragment.numel) if math.isfinite(norm) else 1.0
 
     async def send_copy(self, effect: messages.SendCopy, copy: HostCopy) -> None:
         """See `BodyExchange.send_copy`."""

@@ -43,12 +43,13 @@ class PrivacyStatus:
 
 def privacy_of(run: RunModel, learner: LearnerLog) -> PrivacyStatus | None:
     """Return the account of a learner; ``None`` without differential privacy."""
-    dp = run.settings_of("privacy", "dp")
+    dp, privacy = run.settings_of("privacy", "dp"), run.settings_of("privacy")
     if not dp:
         return None
     periods = max(learner.merges.values(), default=0)
     try:
-        epsilon = epsilon_spent(dp["noise_multiplier"], periods, dp["delta"])
+        discrete = bool(privacy.get("secure_sums"))
+        epsilon = epsilon_spent(dp["noise_multiplier"], periods, dp["delta"], discrete=discrete)
     except MissingAccountantError:
         epsilon = None
     limits = (dp["periods"], epsilon, dp["epsilon_max"], dp["delta"])

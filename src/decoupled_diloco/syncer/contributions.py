@@ -74,12 +74,17 @@ class Contributions:
         self._masked_sums: dict[tuple[int, SumName], Integers] = {}
         self._masked_total: dict[int, Integers] = {}
         self._buffers: dict[int, BufferHistory] = {}
+        self._signs: dict[int, int] = {}
         self._accumulators: dict[int, dict[str, FragmentMerge]] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in fragments)
         self._sketches: dict[int, dict[Asking, tuple[str, Tensor]]] = {p: {} for p in fragments}
         self._earlier: dict[int, dict[str, Tensor]] = {p: {} for p in fragments}
         self._free: list[Tensor] = []
         self._used: dict[int, list[Tensor]] = {}
+
+    def mechanism_of(self, fragment: int) -> Mechanism | None:
+        """Return the mechanism with the clip that is in force for a fragment."""
+        return self.mechanism
 
     def verify(
         self, fragment: int, ask: Asking, body: Body, announced: str, codec: str = ""
@@ -167,10 +172,13 @@ class Contributions:
             self._add_masked(fragment, self._masked.pop((fragment, ask)))
             return
         contribution = self._arrived.pop((fragment, ask))
-        if self.mechanism is not None:
+        mechanism = self.mechanism_of(fragment)
+        if mechanism is not None:
             # Its learner has clipped it. A codec or a dishonest learner may have enlarged it.
-            norm = scale * contribution.norm
-            scale *= self.mechanism.scale_of(norm, contribution.numel)
+            factor = mechanism.scale_of(scale * contribution.norm, contribution.numel)
+            scale *= factor
+            within = 1 if factor == 1.0 else -1
+            self._signs[fragment] = self._signs.get(fragment, 0) + within
         if scale != 1.0:
             contribution.scale(scale)
         weight = discount * self.plan.weight(tokens, steps)
@@ -315,6 +323,7 @@ class Contributions:
         }
         self._sketches[fragment] = kept
         self._masked_total.pop(fragment, None)
+        self._signs.pop(fragment, None)
         if self._accumulators.pop(fragment, None) is not None:
             self._free += self._used.pop(fragment, [])
 

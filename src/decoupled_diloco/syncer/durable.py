@@ -281,6 +281,8 @@ class ShardDisk:
             "digest": step.copy.digest,
             "memory": memory,
         }
+        if self.tensors.mechanism is not None:
+            fields["clip"] = step.after.clip
         if audit is not None:
             fields["audit"] = audit(step.copy.digest)
         # break: journal-one-merge-late, commit-before-journal
@@ -503,6 +505,8 @@ class ShardDisk:
                 f"version {found[fragment].version} is used"
             )
             return
+        # break: clip-forgotten
+        step.after.clip = float(record.fields.get("clip", step.after.clip))
         self.tensors.commit(fragment, step)
         found[fragment] = durable
         self.memory = record.fields.get("memory", self.memory)
@@ -537,7 +541,8 @@ def _seal(metadata: Mapping[str, str]) -> str:
 def as_tensors(entry: FragmentTensors) -> dict[str, Tensor]:
     """Return a fragment's state as tensors by name."""
     outer = {f"outer.{name}": tensor for name, tensor in entry.outer.state_dict().items()}
-    return {"master": entry.master, "published": entry.published, **outer}
+    clip = {"clip": torch.tensor([entry.clip], dtype=torch.float64)} if entry.clip != 1.0 else {}
+    return {"master": entry.master, "published": entry.published, **outer, **clip}
 
 
 def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor]) -> FragmentTensors:
@@ -548,7 +553,8 @@ def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor])
     outer.load_state_dict(
         {k.removeprefix("outer."): v for k, v in mine.items() if k.startswith("outer.")}
     )
-    return FragmentTensors(mine["master"], mine["published"], outer)
+    clip = float(mine["clip"]) if "clip" in mine else 1.0
+    return FragmentTensors(mine["master"], mine["published"], outer, clip)
 
 
 def _is_merge(record: JournalRecord) -> bool:

@@ -40,7 +40,8 @@ from decoupled_diloco.merge.fixed_point import first_bounds, next_bounds, opened
 from decoupled_diloco.merge.fragments import buffer_sizes
 from decoupled_diloco.merge.packing import BufferHistory, packed
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.privacy.dp import Mechanism
+from decoupled_diloco.merge.rules import FragmentMerge
+from decoupled_diloco.privacy.dp import COUNT_UNIT, Mechanism
 from decoupled_diloco.privacy.secure_sum import Opening
 from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.runtime import runtime
@@ -52,11 +53,19 @@ Factors = tuple[tuple[str, float], ...]
 
 @dataclass
 class FragmentTensors:
-    """One fragment: Θ, Θ̂ (both fp32 [N]) and the outer optimizer's state."""
+    """One fragment.
+
+    Attributes:
+        master: Θ, fp32 [N].
+        published: Θ̂, fp32 [N].
+        outer: The outer optimizer with its state.
+        clip: The clip in force, as a multiple of that in the settings; see `AdaptiveClip`.
+    """
 
     master: Tensor
     published: Tensor
     outer: OuterOptimizer
+    clip: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,7 @@ class ShardTensors(Contributions):
         self.fragments: dict[int, FragmentTensors] = {}
         self._earlier_versions = earlier_versions
         self._bounds: dict[int, tuple[float, ...]] = {}
+        self._opened_counts: dict[int, float] = {}
         self._received: dict[int, tuple[str, Tensor]] = {}
 
     def install(self, fragment: int, values: Tensor) -> str:
@@ -163,7 +173,15 @@ class ShardTensors(Contributions):
             self.install(fragment, values)
 
     def bounds(self, fragment: int) -> tuple[float, ...]:
-        """Return the norm of each segment to which learners clip their next masked contribution."""
+        """Return the norm of each segment to which learners clip their next masked contribution.
+
+        With differential privacy it is the clip in force, because earlier norms would reveal
+        something.
+        """
+        mechanism = self.mechanism_of(fragment)
+        if mechanism is not None:
+            limit = mechanism.clip_of(self.plan.fragments[fragment].numel)
+            return (limit,) * len(self.plan.segments(fragment))
         if fragment not in self._bounds:
             published = self.fragments[fragment].published
             return first_bounds(self.plan.segments(fragment), published)
@@ -183,6 +201,8 @@ class ShardTensors(Contributions):
         base = self.fragments[fragment].published
         sums = opened(form, segments, total, base, weights, heaviest, bounds)
         self._accumulators[fragment] = {"": sums.accumulator}
+        if self.mechanism is not None:
+            self._opened_counts[fragment] = int(total.scalars[1]) / COUNT_UNIT
         self._bounds[fragment] = next_bounds(bounds, sums.norms)
 
     def merge(self, fragment: int, factors: Factors = ()) -> PublishedCopy:
@@ -205,18 +225,48 @@ class ShardTensors(Contributions):
                 unchanged.
         """
         try:
-            return self.step(fragment, self._merged(fragment, factors).neg_())
+            clip = self._next_clip(fragment)
+            step = self.step(fragment, self._merged(fragment, factors).neg_())
+            return replace(step, after=replace(step.after, clip=clip))
         finally:
             self.forget_folded(fragment)
 
+    def mechanism_of(self, fragment: int) -> Mechanism | None:
+        """See `Contributions`."""
+        if self.mechanism is None or self.mechanism.adaptive is None:
+            return self.mechanism
+        return self.mechanism.at(self.fragments[fragment].clip)
+
+    def adapted_clip(self, fragment: int) -> float | None:
+        """Return the clip in force, as the norm of a whole period; ``None``: it does not change."""
+        mechanism = self.mechanism_of(fragment)
+        return None if mechanism is None or mechanism.adaptive is None else mechanism.clip
+
+    def _next_clip(self, fragment: int) -> float:
+        """Return the clip in force after the merge of what was folded."""
+        clip, mechanism = self.fragments[fragment].clip, self.mechanism
+        if mechanism is None or mechanism.adaptive is None:
+            return clip
+        count = sum(_count_of(each) for each in self._accumulators[fragment].values())
+        if self.plan.secure is not None:
+            signs = self._opened_counts.pop(fragment)
+        else:
+            numel = self.plan.fragments[fragment].numel
+            signs = mechanism.count_of(self._signs[fragment], numel, runtime().random_bytes)
+        return mechanism.adaptive.next(clip, signs, count)
+
     def _merged(self, fragment: int, factors: Factors) -> Tensor:
-        """Return what was folded, merged, fp32 [N]; with differential privacy, with fresh noise."""
+        """Return what was folded, merged, fp32 [N]; with differential privacy, with noise.
+
+        In a secure sum, the noise is that of the learners.
+        """
         accumulator = self._folded(fragment, factors)
         merged = accumulator.result()
-        if self.mechanism is not None and self.plan.secure is None:
+        mechanism = self.mechanism_of(fragment)
+        if mechanism is not None and self.plan.secure is None:
             assert isinstance(accumulator, Accumulator), "a custom merge rule has no bound"
             # break: merge-without-noise
-            self.mechanism.add_noise_(merged, accumulator.weight, runtime().random_bytes)
+            mechanism.add_noise_(merged, accumulator.weight, runtime().random_bytes)
         return merged
 
     def step(self, fragment: int, gradient: Tensor) -> OuterStep:
@@ -233,7 +283,8 @@ class ShardTensors(Contributions):
         outer.step(master, gradient)
         body = publish(master, published, self.plan.downlink_of(fragment))
         copy = PublishedCopy(body, published, values_digest(published))
-        return OuterStep(FragmentTensors(master, published, outer), gradient, copy)
+        after = FragmentTensors(master, published, outer, entry.clip)
+        return OuterStep(after, gradient, copy)
 
     def commit(self, fragment: int, step: OuterStep) -> None:
         """Replace the fragment's tensors by the result of the step."""
@@ -270,3 +321,8 @@ class ShardTensors(Contributions):
     def whole(self, fragment: int) -> Tensor:
         """Return the published copy Θ̂, fp32 [N]; it is never written to again."""
         return self.fragments[fragment].published
+
+
+def _count_of(merge: FragmentMerge) -> int:
+    assert isinstance(merge, Accumulator), "a custom merge rule has no bound"
+    return merge.count

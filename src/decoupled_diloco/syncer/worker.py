@@ -162,7 +162,7 @@ class Worker:
             # break: failed-merge-unreported
             return Failed(order, str(error))
         self._downloads.offer(fragment, order.version, published)
-        return Done(order, Made(published.digest))
+        return Done(order, Made(published.digest, clip=tensors.adapted_clip(fragment)))
 
     def _memory(self) -> dict[str, Any]:
         """Return the memory for a merge's record; with many learners it is refreshed rarely."""

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from decoupled_diloco.config import RunConfig, dump_config, load_config
-from decoupled_diloco.config.method import options_of, public_text, read_public
+from decoupled_diloco.config.method import options_of, plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.shard_role import run_shard
+from decoupled_diloco.merge import layout_of
 
 DP = {"clip": 1.0, "noise_multiplier": 20.0, "epsilon_max": 4.0, "delta": 1e-3}
 MERGE = {"rule": "mean", "weighting": "uniform", "norm_gate": 0, "buffers": "local"}
@@ -34,6 +37,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"noise_multiplier": -1.0},
         {},
         "noise_multiplier=-1.0 in [privacy.dp] is out of range: it must be greater than 0.0",
+    ),
+    (
+        {"clip_quantile": 1.0},
+        {},
+        "clip_quantile=1.0 in [privacy.dp] is out of range: it must be less than 1.0",
+    ),
+    (
+        {"clip_rate": 0.1},
+        {},
+        "clip_rate=0.1 in [privacy.dp] would be ignored without clip_quantile: take clip_rate out",
+    ),
+    (
+        {"clip_quantile": 0.5, "clip_rate": 2.0},
+        {},
+        "clip_rate=2.0 in [privacy.dp] is out of range: it must be at most 1.0",
     ),
     (
         {"delta": 0.01},
@@ -122,6 +140,72 @@ def test_a_mistake_is_one_sentence(
     with pytest.raises(ConfigError) as error:
         build(dp, **tables)
     assert str(error.value) == sentence
+
+
+def secure(bits: int | None = None, scheme: str = "balanced", **dp: Any) -> RunConfig:
+    merge = {name: value for name, value in MERGE.items() if name != "norm_gate"}
+    return RunConfig(
+        run={"max_steps": 100, "learners": 100},
+        sync={"merge": merge, "partition": {"scheme": scheme}},
+        privacy={"secure_sums": True, "bits": bits, "dp": DP | dp},
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "dp", "sentence"),
+    [
+        (
+            24,
+            {},
+            "bits=24 in [privacy] is out of range: with 100 learners and the noise of [privacy.dp] "
+            "it must be 8 to 21, so that a sum fits into 32 bits",
+        ),
+        (
+            None,
+            {"noise_multiplier": 1e6},
+            "a sum of 100 contributions with noise of 6.93e+06 times the clip of a fragment does "
+            "not fit into 32 bits: lower noise_multiplier in [privacy.dp], or divide the model "
+            "into fewer or more equal fragments",
+        ),
+        (
+            8,
+            {"noise_multiplier": 0.05, "epsilon_max": 1000.0},
+            "bits=8 in [privacy] is too coarse for noise_multiplier=0.05 in [privacy.dp], of which "
+            "each of 100 learners adds a share: set bits to 11 or more, or raise noise_multiplier",
+        ),
+        (
+            None,
+            {"periods": 590},
+            "periods=590 in [privacy.dp] costs more than epsilon_max=4: it must be at most 489, or "
+            "leave it out",
+        ),
+    ],
+)
+def test_a_mistake_with_secure_sums_is_one_sentence(
+    bits: int | None, dp: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        secure(bits, **dp)
+    assert str(error.value) == sentence
+
+
+def test_a_small_fragment_needs_more_room_for_its_noise() -> None:
+    """Its clip is smaller than that of the others, and the noise of each element is the same."""
+    config = secure(21, "tensor")
+    equal = nn.ParameterList([torch.zeros(50) for _ in range(24)])
+    plan = plan_of(layout_of(equal), config)
+    assert plan.secure is not None
+    assert plan.secure.bits == 21
+    uneven = nn.ParameterList([torch.zeros(50) for _ in range(23)] + [torch.zeros(1)])
+    with pytest.raises(ConfigError, match="it must be 8 to 18, so that a sum fits into 32 bits"):
+        plan_of(layout_of(uneven), config)
+
+
+def test_noise_in_shares_allows_fewer_periods() -> None:
+    """Its account is an upper limit."""
+    limits = [each.privacy.dp.periods for each in (build(), secure()) if each.privacy.dp]
+    assert limits == [590, 489]
+    assert options_of(read_public(public_text(secure()))).merges_max == 489
 
 
 def test_the_limit_of_merges_is_computed_once_and_travels_with_the_settings() -> None:

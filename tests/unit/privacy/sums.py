@@ -20,6 +20,7 @@ from decoupled_diloco.merge.fixed_point import (
 )
 from decoupled_diloco.merge.fragments import Segment
 from decoupled_diloco.merge.plan import token_weight
+from decoupled_diloco.privacy.dp import Mechanism
 from decoupled_diloco.privacy.secure_sum import Claim, Cohort, Opening, SumMember, read_cohort
 
 SEGMENTS = (Segment(0, 9, "rda"), Segment(9, 20, "mean"), Segment(20, 24, "buffer"))
@@ -46,6 +47,7 @@ class SecureSum:
         seed: Determines the contributions and all secrets.
         segments: Of the fragment.
         bits: See `FixedPoint.of`.
+        mechanism: Clips the contributions and adds noise to them, in shares.
     """
 
     count: int
@@ -53,9 +55,13 @@ class SecureSum:
     seed: int = 0
     segments: Sequence[Segment] = SEGMENTS
     bits: int | None = None
+    mechanism: Mechanism | None = None
 
     def __post_init__(self) -> None:
-        self.form = FixedPoint.of(self.bits, self.count)
+        noise = 0.0
+        if self.mechanism is not None:
+            noise = self.mechanism.noise_of_sum(self.segments[-1].stop)
+        self.form = FixedPoint.of(self.bits, self.count, noise)
         self.names = [f"learner-{n:03}" for n in range(self.count)]
         generator = torch.Generator().manual_seed(self.seed)
         numel = self.segments[-1].stop
@@ -79,6 +85,8 @@ class SecureSum:
                 claim = self.members[name].claim("sum", 24, 24 * (10 + number % 7))
                 self.view.claims.append(claim)
         bounds = first_bounds(self.segments, self.base)
+        if self.mechanism is not None:
+            bounds = (self.mechanism.clip_of(self.segments[-1].stop),)
         cohort = Cohort("sum", tuple(self.view.claims), bounds, self.threshold)
         self.cohort = read_cohort(cohort.to_text())
         return self.cohort
@@ -98,7 +106,12 @@ class SecureSum:
         weights = self.cohort.weights(token_weight, STEPS_MAX)
         share = weights[name] / max(weights.values())
         args = (self.vectors[name], self.base, share, self.cohort.bounds)
-        return quantize(self.form, self.segments, *args)
+        if self.mechanism is None:
+            return quantize(self.form, self.segments, *args)
+        found = quantize(self.form, self.segments, *args, private=True)
+        limits = (self.form.one, self.cohort.needed, self.rng.randbytes)
+        self.mechanism.add_share_(found.elements, *limits)
+        return found
 
     def mask(self, dropped: Collection[str] = (), late: Collection[str] = ()) -> None:
         """Step 3; the payload of a ``late`` member arrives, but is not in the sum."""

@@ -67,7 +67,7 @@ def excess(z: float) -> float:
         present, absent = scores(z, 100 * direction, direction), scores(z, None, direction)
     # Dvoretzky, Kiefer and Wolfowitz: no share of the trials is further from its probability.
     error = math.sqrt(math.log(4 / SURE) / (2 * TRIALS))
-    epsilon = epsilon_spent(CLAIMED, PERIODS, DELTA)
+    epsilon = epsilon_spent(CLAIMED, PERIODS, DELTA, discrete=False)
     found = []
     for threshold in np.concatenate((present, absent)):
         true, false = (present >= threshold).mean(), (absent >= threshold).mean()

@@ -62,7 +62,7 @@ async def test_a_sync_rank_sends_and_fetches_only_buffers_that_have_changed() ->
     held.put(COPY, theta)
     held.put(PUBLISHED, begin)
     where = {"fragment": 0, "url": "/x", "base": ""}
-    asked = {"copy": COPY, "published": PUBLISHED, "residuals": [], "codec": "bf16"}
+    asked = {"copy": COPY, "published": PUBLISHED, "residuals": [], "codec": "bf16", "scale": 1.0}
     answer = raised(
         await sync_rank.answer({"do": "encode", "job": 1, "leaves": None, **where, **asked})
     )

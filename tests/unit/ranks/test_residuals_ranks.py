@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,11 +54,11 @@ class SyncRanks:
     def whole(self, number: int) -> Tensor:
         return torch.cat([held.future(number).result(0) for held in self.values])
 
-    async def encode(self) -> tuple[Tensor, str]:
+    async def encode(self, scale: float = 1.0) -> tuple[Tensor, str]:
         """Return the payload of all sync ranks, concatenated, and its digest."""
         request = {"copy": COPY, "published": PUBLISHED, "residuals": [BEFORE, BEFORE]}
         answers = await self.request(
-            do="encode", job=1, fragment=0, codec="int2", leaves=LEAVES, **request
+            do="encode", job=1, fragment=0, codec="int2", leaves=LEAVES, scale=scale, **request
         )
         digest = joined_digest(bytes.fromhex("".join(each["digests"] for each in answers)))
         return torch.cat([sync_rank._payloads[1][0] for sync_rank in self.sync_ranks]), digest
@@ -77,6 +78,17 @@ async def test_three_sync_ranks_produce_the_payload_and_the_residual_of_one(tmp_
     two = SyncRanks(2, **given)
     await two.request(do="adopt", folder=str(tmp_path), numbers=[6], residuals=[(0, BACK)])
     assert torch.equal(two.whole(BACK), one.whole(LEAVES))
+
+
+async def test_the_ranges_have_the_norm_of_the_whole_and_are_scaled_alike() -> None:
+    """So the leader can clip a contribution that no rank has as a whole (rule 25)."""
+    given = {"theta": torch.randn(NUMEL), "before": torch.zeros(NUMEL)}
+    three = SyncRanks(3, **given)
+    answers = await three.request(do="measure", fragment=0, copy=COPY, published=PUBLISHED)
+    squares = sum(float.fromhex(each["squares"]) for each in answers)
+    assert squares == pytest.approx(float(given["theta"].double().square().sum()), rel=1e-6)
+    body, _ = await three.encode(scale=0.25)
+    assert torch.equal(body, codec("int2").encode(0.25 * given["theta"]))
 
 
 async def test_several_residuals_are_kept_as_their_sum(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from unit.plans import plan_of
 
 N = 4000
-CLIP, Z = 2.0, 0.5
+CLIP, Z, RATE = 2.0, 0.5, 0.8
 
 
 class Silent(Runtime):
@@ -38,9 +40,12 @@ def no_noise() -> Iterator[None]:
         yield
 
 
-def shard(z: float = Z) -> ShardTensors:
+def shard(z: float = Z, quantile: float | None = None) -> ShardTensors:
     plan = plan_of(nn.Linear(N, 1, bias=False), "fp32", "mean")
-    tensors = ShardTensors(plan, (0,), mechanism=Mechanism(CLIP, z, N))
+    mechanism = Mechanism(CLIP, z, N)
+    if quantile is not None:
+        mechanism = Mechanism.with_quantile(CLIP, z, N, quantile, rate=RATE)
+    tensors = ShardTensors(plan, (0,), mechanism=mechanism)
     tensors.install(0, torch.zeros(N))
     return tensors
 
@@ -103,8 +108,8 @@ def test_what_is_published_has_the_noise() -> None:
     assert torch.equal(learner, copy.whole)
 
 
-def disk_of(folder: Path) -> ShardDisk:
-    return ShardDisk(folder, "run", shard())
+def disk_of(folder: Path, quantile: float | None = None) -> ShardDisk:
+    return ShardDisk(folder, "run", shard(quantile=quantile))
 
 
 def test_a_restart_recovers_the_noise_of_the_past_and_draws_new_noise(tmp_path: Path) -> None:
@@ -124,6 +129,63 @@ def test_a_restart_recovers_the_noise_of_the_past_and_draws_new_noise(tmp_path: 
         after.append(again.tensors.fragments[0].master - merged)
         again.close()
     assert abs(torch.corrcoef(torch.stack(after))[0, 1]) < 0.08
+
+
+@pytest.mark.parametrize(("long", "share"), [(0, 1.0), (1, 0.75), (4, 0.0)])
+def test_the_next_clip_follows_from_the_share_within_the_present_one(
+    long: int, share: float
+) -> None:
+    with no_noise():
+        tensors = shard(quantile=0.5)
+        for number in range(4):
+            contribute(tensors, number, (3.0 if number < long else 1.0) * direction(number))
+        tensors.merge(0)
+    assert tensors.fragments[0].clip == pytest.approx(math.exp(-RATE * (share - 0.5)))
+
+
+def test_clips_counts_and_noise_use_the_clip_in_force() -> None:
+    tensors = shard(quantile=0.5)
+    tensors.fragments[0].clip = 10.0
+    tensors.mechanism = replace(tensors.mechanism, noise_multiplier=Z)
+    contribute(tensors, 1, torch.zeros(N))
+    contribute(tensors, 2, torch.zeros(N))
+    tensors.merge(0)
+    assert tensors.fragments[0].master.std() == pytest.approx(10 * Z * CLIP / 2, rel=0.06)
+    with no_noise():
+        tensors = shard(quantile=0.5)
+        tensors.fragments[0].clip = 10.0
+        contribute(tensors, 1, 100 * CLIP * direction(1))
+        tensors.merge(0)
+    assert tensors.fragments[0].master.norm() == pytest.approx(10 * CLIP, rel=1e-5)
+    assert tensors.fragments[0].clip == pytest.approx(10 * math.exp(RATE * 0.5))
+
+
+def test_a_failed_merge_leaves_the_clip_and_its_count_behind() -> None:
+    with no_noise():
+        tensors = shard(quantile=0.5)
+        contribute(tensors, 1, 3.0 * direction(1))
+        tensors.forget_folded(0)  # the round is abandoned
+        contribute(tensors, 2, direction(1))
+        tensors.merge(0)
+    assert tensors.fragments[0].clip == pytest.approx(math.exp(-RATE * 0.5))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_restart_continues_with_the_clip_in_force(whole: bool, tmp_path: Path) -> None:
+    first = disk_of(tmp_path, quantile=0.5)
+    first.installed({0: Version(1, 0)})
+    for merge in range(1, 4):
+        contribute(first.tensors, merge, direction(merge))
+        first.merge(0, Version(1, merge))
+    if whole:
+        first.checkpoint()
+    clip = first.tensors.fragments[0].clip
+    assert clip != 1.0
+    first.close()
+    again = disk_of(tmp_path, quantile=0.5)
+    again.recover()
+    assert again.tensors.fragments[0].clip == clip
+    again.close()
 
 
 @pytest.mark.parametrize("size", [0.5, 2000.0])
