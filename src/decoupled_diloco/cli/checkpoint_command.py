@@ -46,7 +46,7 @@ def checkpoint(options: CheckpointOptions) -> None:
     ddiloco train --resume --checkpoint goes back to it. Exit code 1: no checkpoint was completed,
     because a process could not save its state, or not in time.
     """
-    from decoupled_diloco.cli.checkpoint_client import take_checkpoint
+    from decoupled_diloco.cli.coordinator_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.launch.run_folder import read_token
     from decoupled_diloco.launch.secrets import secrets_in

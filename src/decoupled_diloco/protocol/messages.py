@@ -552,9 +552,9 @@ class SumClaim:
 
 @dataclass(frozen=True, slots=True)
 class SumShares:
-    """The learner has divided its secrets among its neighbors in the cohort; ``shares``: for whom.
+    """The learner has divided its secrets among its neighbors in the cohort.
 
-    They are encrypted for each of them.
+    ``shares`` has them, encrypted for each neighbor.
     """
 
     fragment: int
@@ -2222,6 +2222,13 @@ class CheckpointWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class StopWanted:
+    """A user ends the run now, as if its budget were reached. ``by`` names its party or process."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class DataOpened:
     """The training loop reads leased partitions and keeps ``ahead`` spare leases."""
 
@@ -2611,7 +2618,7 @@ LearnerEvent = (
 )
 
 
-CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted
+CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted | StopWanted
 
 
 # All messages

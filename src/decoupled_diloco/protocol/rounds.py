@@ -549,9 +549,8 @@ def settle_round(
     round.folded = state.fragments[round.fragment].take_folded()
     weights = [(ask.party, ask.weight) for ask in round.folded]
     # A secure sum has the weights of its cohort, which its learners have limited.
-    limited = (
-        () if options.secure else factors(options.quotas, weights)
-    )  # break: factors-not-ordered
+    quotas = () if options.secure else options.quotas
+    limited = factors(quotas, weights)  # break: factors-not-ordered
     why = round.close_reason
     if limited:
         why = f"{why}; " + ", ".join(f"{name}'s weight times {by:.3g}" for name, by in limited)

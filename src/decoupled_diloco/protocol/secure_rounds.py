@@ -9,7 +9,7 @@
 ```
 
 A learner answers a request with a *claim* instead of a contribution. When the window is over, the
-learners with claims are the *cohort*: nobody else can contribute to this round. They share the
+learners with claims are the *cohort*: no other learner contributes to this round. They share the
 secrets of their masks and deliver masked contributions. Those whose contributions have arrived are
 the *survivors*, and they open the sum (`privacy.secure_sum` has what is computed).
 
@@ -17,7 +17,7 @@ A learner that drops out at any stage is notified that its contribution is aband
 its training, and contributes to the next round. The same holds for all members if too few remain. A
 masked contribution that comes late cannot be used, so requests are made only for open rounds.
 
-The shell passes the contents of these messages on. The machine sees who has answered.
+The shell passes the contents of these messages on. The machine sees which learners have answered.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _shares(
 ) -> list[SyncerEffect]:
     """Let those that have shared mask their contributions."""
     least = _least(options, round, secure)
-    members, may_answer = (_open(state, round, who) for who in (secure.answered, round.awaited))
+    members, may_answer = (_open(state, round, names) for names in (secure.answered, round.awaited))
     if least <= len(may_answer) > len(members) and secure.is_patient:
         return []
     if len(members) < least:
