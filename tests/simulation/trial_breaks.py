@@ -314,7 +314,7 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
     ),
     Break(
         "any-party-stops",
-        "if False:",
+        "if found:",
         "any party ends the run",
         test="unit/syncer/test_coordinator_requests.py"
         "::test_others_are_refused_with_those_that_may",

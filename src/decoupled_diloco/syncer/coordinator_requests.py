@@ -90,25 +90,23 @@ def answer_stop(
 def stopping_party(names: tuple[str, ...], parties: Parties | None) -> str:
     """Return which party ends the run by a request of this peer, or the operator.
 
-    The operator has the token of the whole run, or that of a shard, or a shard's certificate.
+    The operator has the token of the whole run, or that of a shard, or a shard's certificate. A
+    certificate may also name hosts.
 
     Raises:
-        RequestRefusal: One of its names is that of another process, and its party may not do so.
+        RequestRefusal: The peer is another process, or its party may not do so.
     """
-    found = []
-    for name in names:
-        if name == SHARDS or is_shard_peer(name):
-            continue
-        party = None if parties is None else parties.of_name(name)
-        if party is None or not party.may_stop:  # break: any-party-stops
-            allowed = [] if parties is None else [p.name for p in parties.parties if p.may_stop]
-            others = f", and {', '.join(allowed)}" if allowed else ""
-            whose = f"{name!r}" if party is None else f"party {party.name!r}"
-            raise RequestRefusal(
-                403,
-                f"{whose} may not stop the run: only the operator (with the run's or a shard's "
-                f"token or certificate){others}: ask them, or agree on may_stop = true in "
-                "parties.toml for the next run",
-            )
-        found.append(party.name)
-    return ", ".join(dict.fromkeys(found)) or OPERATOR
+    if not names or any(name == SHARDS or is_shard_peer(name) for name in names):
+        return OPERATOR
+    found = {} if parties is None else {p.name: p for n in names if (p := parties.of_name(n))}
+    if found and all(party.may_stop for party in found.values()):  # break: any-party-stops
+        return ", ".join(found)
+    allowed = [] if parties is None else [p.name for p in parties.parties if p.may_stop]
+    others = f", and {', '.join(allowed)}" if allowed else ""
+    whose = f"party {', '.join(map(repr, found))}" if found else repr(names[0])
+    raise RequestRefusal(
+        403,
+        f"{whose} may not stop the run: only the operator (with the run's or a shard's token or "
+        f"certificate){others}: ask them, or agree on may_stop = true in parties.toml for the next "
+        "run",
+    )

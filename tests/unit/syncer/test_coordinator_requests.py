@@ -42,7 +42,8 @@ class Coordinator:
         (("shard-1",), "the operator"),
         (("shard-*",), "the operator"),
         (("a",), "a"),
-        (("a-0", "a"), "a"),
+        (("a", "a-0", "relay.example"), "a"),
+        (("hub.example", "localhost", "shard-*"), "the operator"),
     ],
 )
 def test_the_operator_and_a_party_that_may_do_so_end_the_run(
@@ -58,7 +59,7 @@ def test_the_operator_and_a_party_that_may_do_so_end_the_run(
     [
         (("b",), r"party 'b' may not stop the run: only the operator .*, and a: ask them"),
         (("b-3",), "party 'b' may not"),
-        (("a", "b-0"), "party 'b' may not"),
+        (("a", "b-0"), "party 'a', 'b' may not"),
         (("evaluator",), "'evaluator' may not stop the run"),
     ],
 )
