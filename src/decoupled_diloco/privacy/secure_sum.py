@@ -64,6 +64,9 @@ TOKENS_FACTOR = 32.0
 
 SHARE_BYTES = 33
 
+COUNT_MAX = 2**53
+"""The most steps or tokens of a claim: exact as a float."""
+
 
 class Signer(Protocol):
     """A party's signing key."""
@@ -214,15 +217,16 @@ def read_cohort(text: str) -> Cohort:
             tuple(float(bound) for bound in bounds),
             int(threshold),
         )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        cohort.transcript  # noqa: B018 - it fails if a name is not a text that can be sent
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"a cohort cannot be read: {error!r}") from error
     names = list(cohort.names)
     if names != sorted(set(names)):
         raise ProtocolError("a cohort names a member twice, or is not in order")
     if not all(math.isfinite(bound) and bound > 0 for bound in cohort.bounds):
         raise ProtocolError("a cohort has a bound that is not positive and finite")
-    if any(min(c.steps, c.tokens) < 1 for c in cohort.claims):
-        raise ProtocolError("a cohort has a member without steps or tokens")
+    if not all(1 <= number <= COUNT_MAX for c in cohort.claims for number in (c.steps, c.tokens)):
+        raise ProtocolError(f"a cohort has a member whose steps or tokens are not 1 to {COUNT_MAX}")
     if any(len(key) != SECRET_BYTES for c in cohort.claims for key in (c.mask_key, c.share_key)):
         raise ProtocolError(f"a cohort has a key that is not of {SECRET_BYTES} bytes")
     return cohort
@@ -545,6 +549,9 @@ def read_claim(learner: str, steps: int, tokens: int, text: str) -> Claim:
         raise ProtocolError(f"the keys of {learner} cannot be read: {error!r}") from error
     if len(mask_key) != SECRET_BYTES or len(share_key) != SECRET_BYTES:
         raise ProtocolError(f"the keys of {learner} are not of {SECRET_BYTES} bytes")
+    for key in (mask_key, share_key):
+        # A point of low order has no common secret with any key. All members would fail with it.
+        KeyPair(bytes(SECRET_BYTES)).agree(key, b"is valid")
     return Claim(learner, steps, tokens, mask_key, share_key, signature)
 
 
