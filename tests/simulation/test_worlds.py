@@ -42,6 +42,11 @@ def test_a_world_with_relays_keeps_all_rules(seed: int) -> None:
     assert worlds.run(seed, changes=Changes(relays=True)).events > 0
 
 
+@pytest.mark.parametrize("seed", long_after(2, [9, 14]))
+def test_a_world_with_limited_parties_keeps_all_rules(seed: int) -> None:
+    assert worlds.run(seed, changes=Changes(quotas=True)).events > 0
+
+
 def test_a_world_repeats_exactly() -> None:
     def digest(seed: int) -> str:
         seen = sha256()
