@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,7 @@ from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.merge.fixed_point import Integers
 from decoupled_diloco.privacy import secure_sum
 from decoupled_diloco.privacy.keys import KeyPair
-from decoupled_diloco.privacy.secure_sum import (
-    Claim,
-    Cohort,
-    claim_text,
-    pair_secret,
-    read_claim,
-    read_cohort,
-)
+from decoupled_diloco.privacy.secure_sum import Claim, Cohort, pair_secret
 from unit.privacy.sums import SecureSum
 
 Mask = Callable[[bytes, int, int], Integers]
@@ -225,30 +216,3 @@ def test_a_swapped_key_of_this_learner_is_noticed() -> None:
     claims[0] = Claim(claims[0].learner, claims[0].steps, claims[0].tokens, *keys)
     with pytest.raises(ProtocolError, match="its key was swapped"):
         sums.members[sums.names[0]].share(Cohort("sum", tuple(claims), cohort.bounds, 2))
-
-
-def test_a_member_cannot_stop_a_sum_with_a_key_of_low_order() -> None:
-    """The shard refuses the claim, so the others' sum goes on without it."""
-    claim = SecureSum(3).claim().claims[0]
-    read_claim(claim.learner, 4, 8, claim_text(claim))
-    for keys in ((bytes(32), claim.share_key), (claim.mask_key, b"\1" + bytes(31))):
-        text = claim_text(Claim(claim.learner, 4, 8, *keys))
-        with pytest.raises(ProtocolError, match="a public key is not valid"):
-            read_claim(claim.learner, 4, 8, text)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda claims: claims[0].__setitem__(1, 10**400),
-        lambda claims: claims[0].__setitem__(2, 0),
-        lambda claims: claims[0].__setitem__(0, "\ud800"),
-    ],
-    ids=["steps", "tokens", "name"],
-)
-def test_a_lying_shard_cannot_stop_a_member_with_a_cohort(change: Callable[[Any], None]) -> None:
-    """Each error is one that the learner reports, and its training continues."""
-    name, claims, *rest = json.loads(SecureSum(3).claim().to_text())
-    change(claims)
-    with pytest.raises(ProtocolError, match="a cohort"):
-        read_cohort(json.dumps([name, claims, *rest]))
