@@ -11,7 +11,7 @@ from decoupled_diloco.cli.command_line import command
 from decoupled_diloco.cli.runs import chosen_run, is_url
 from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
-    complete_run,
+    RunHereOrSyncer,
     fail,
 )
 
@@ -21,16 +21,7 @@ ABANDONED = 1
 class CheckpointOptions(ConnectOptions):
     """Options of `ddiloco checkpoint`."""
 
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run folder of a run on this machine, or URL of its syncer (http://HOST:PORT, "
-            "with --auth-token-file). Default: the newest run in runs/.",
-            autocompletion=complete_run,
-            show_default=False,
-        ),
-    ] = ""
+    run: RunHereOrSyncer = ""
     timeout_seconds: Annotated[
         float,
         typer.Option(

@@ -13,9 +13,9 @@ from decoupled_diloco.cli.command_line import CommandOptions, command
 from decoupled_diloco.cli.runs import chosen_run, is_url
 from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
+    RunHereOrSyncer,
     Sets,
     complete_recipe,
-    complete_run,
     exit_with,
     fail,
     make_console,
@@ -105,16 +105,7 @@ def _submit(launch: Launch, dry_run: bool, resume: bool) -> None:
 class StopOptions(ConnectOptions):
     """Options of `ddiloco stop`."""
 
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run folder of a run on this machine, or URL of its syncer (http://HOST:PORT, "
-            "with --auth-token-file). Default: the newest run in runs/.",
-            autocompletion=complete_run,
-            show_default=False,
-        ),
-    ] = ""
+    run: RunHereOrSyncer = ""
 
 
 @command(StopOptions)

@@ -301,9 +301,8 @@ class HttpServer:
         self._open_queries += 1
         path = request.rel_url.raw_path
         try:
-            self._restrict(
-                names, path, Document(b"")
-            )  # before the query, which may begin something
+            # Before the query, too: it may begin something.
+            self._restrict(names, path, Document(b""))
             document = await query(dict(request.rel_url.query))
             document = self._restrict(names, path, document)
             return await self._give_document(request, document)
