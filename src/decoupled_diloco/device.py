@@ -59,9 +59,11 @@ from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     Observability,
     ParticipantOptions,
+    PartyFiles,
     StateSharing,
     SyncerConnection,
     Timeouts,
+    chosen,
 )
 from decoupled_diloco.participants import Learner, Loss, Tokens
 from decoupled_diloco.runtime import runtime
@@ -96,6 +98,7 @@ class Device:
         timeouts: Default: wait a minute without a connection (``disconnect``), an hour for a place
             (``join``), and ten minutes until the contribution is sent (``flush``).
         observability: See `Learner`.
+        party: See `Learner`. The device checks at each visit that the syncer has the same parties.
 
     Raises:
         ConfigError: ``name`` or ``checkpoint`` is missing, or an argument is not valid, or the
@@ -115,6 +118,7 @@ class Device:
         optimizer: Optimizers | None = None,
         timeouts: Timeouts | None = None,
         observability: Observability | None = None,
+        party: PartyFiles | None = None,
     ) -> None:
         require_model(model, stages=False)
         given = ParticipantOptions(
@@ -124,6 +128,7 @@ class Device:
             timeouts or PATIENCE,
             observability or Observability(),
             checkpoint=Checkpointing.of(checkpoint),
+            party=chosen("party", party, PartyFiles),
         )
         if syncer is None:
             syncer, given = launched_as("learner").fill(given)
@@ -260,6 +265,7 @@ class Device:
             "timeouts": options.timeouts,
             "state_sharing": StateSharing(()),  # the optimizer's state never leaves the device
             "observability": options.observability,
+            "party": options.party,
         }
 
     def _joined(self, learner: Learner) -> None:

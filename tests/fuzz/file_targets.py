@@ -17,18 +17,23 @@ import torch
 import xxhash
 
 from decoupled_diloco.config.method import plan_of, read_public
-from decoupled_diloco.config.toml_files import load_config, override_key
+from decoupled_diloco.config.parties import load_parties
+from decoupled_diloco.config.resume import RUN_FILE
+from decoupled_diloco.config.signing_keys import PublicKey, create_signing_key
+from decoupled_diloco.config.toml_files import dump_config, load_config, override_key
 from decoupled_diloco.config.toml_tables import read_tables
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.export.export_folder import read_facts
 from decoupled_diloco.export.run_weights import _versions
+from decoupled_diloco.launch.audit_run import audit_run
 from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco.launch.launch_folder import jobs_in
 from decoupled_diloco.launch.run_folder import is_run_folder, launcher_of, read_token
 from decoupled_diloco.launch.secrets import read_principals
 from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder, LearnerCheckpoint
 from decoupled_diloco.merge import digest
-from decoupled_diloco.protocol.messages import KeepCheckpoint
+from decoupled_diloco.protocol.messages import Asking, KeepCheckpoint, Merge, Version
+from decoupled_diloco.protocol.syncer_state import Ask
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.storage.claims import ClaimStore, numbered
@@ -44,6 +49,7 @@ from decoupled_diloco.storage.weight_files import (
     save_sealed,
     save_weights,
 )
+from decoupled_diloco.syncer.audit_trail import AUDIT, AuditTrail, SignedRecord
 from decoupled_diloco.syncer.coordinator_document import read_document
 from decoupled_diloco.syncer.payload_archive import read_layout
 from decoupled_diloco.syncer.result import read_layout as read_layout_of_share
@@ -74,6 +80,7 @@ def of_files(folder: Path) -> list[Target]:
         *_tensors(run, here),
         *_documents(run, here),
         *_settings(here),
+        _audit_trail(run, here),
         *_secrets(here),
     ]
 
@@ -241,6 +248,45 @@ def _sealed(rng: random.Random, samples: Sequence[bytes]) -> bytes:
         out += HEAD.pack(magic, len(text), len(body), xxhash.xxh3_128(text + body).digest())
         out += text + body
     return bytes(out)
+
+
+def _audit_trail(run: Path, here: Path) -> Target:
+    """Return a target for a trail whose signer is hostile, and for one that was changed."""
+    key = create_signing_key(here / "audit.key")
+    trail = AuditTrail(here, 0, key, journals=here / "none", about={"run": "r"})
+    for counter in range(1, 4):
+        name, base = Asking(1, counter), Version(1, counter - 1)
+        ask = Ask(name, 0, "learner-0", 1, "/up", base, 0.0, 1, False, weight=2.0)
+        order = Merge(counter, 0, Version(1, counter), base, "all", (("a", 0.5),))
+        trail.announced(name, "payload")
+        trail.keep(trail.merged(order, [ask], "copy"))
+    trail.close()
+    file = run / AUDIT / "shard-0.jsonl"
+    settings = (CoordinatorStates(run).read() or {})["settings"]
+    (run / RUN_FILE).write_text(dump_config(read_public(settings)))
+
+    def signed(rng: random.Random, samples: Sequence[bytes]) -> bytes:
+        if rng.random() < 0.3:
+            return any_lines(rng, samples)
+        lines, head = [], ""
+        for line in rng.choice(samples).splitlines():
+            record = {**json.loads(line)["record"], "previous": head}
+            if rng.random() < 0.4:
+                changed = mutated(rng, record)
+                record = changed if isinstance(changed, dict) else record
+            try:
+                text = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+                lines.append(dumped(SignedRecord(record, key.sign(text)).json))
+                head = SignedRecord(record, key.sign(text)).hash
+            except (TypeError, ValueError, RecursionError):
+                lines.append(line)
+        return b"\n".join([*lines, b""])
+
+    def audited(path: Path) -> None:
+        audit_run(path.parents[1])
+
+    samples = [(here / AUDIT / "shard-0.jsonl").read_bytes()]
+    return Target("audit-trail", _reads(file, audited), samples, mutate=signed, share=0.5)
 
 
 # safetensors.
@@ -465,7 +511,23 @@ def _settings(here: Path) -> list[Target]:
         Target(
             "tables", _reads(here / "t.toml", read_tables), recipes[:2], (ConfigError,), any_toml
         ),
+        Target(
+            "parties",
+            _reads(here / "parties.toml", lambda path: load_parties(path).digest),
+            [_parties()],
+            (ConfigError,),
+            any_toml,
+        ),
     ]
+
+
+def _parties() -> bytes:
+    entries = [
+        f'[[parties]]\nname = "{name}"\nlearners = ["{name}-*"]\nshare_max = 0.5\n'
+        f'key = "{PublicKey(name.encode() * 32)}"\n'
+        for name in "ab"
+    ]
+    return "\n".join([f'syncer_key = "{PublicKey(b"c" * 32)}"', *entries]).encode()
 
 
 _TOML = (

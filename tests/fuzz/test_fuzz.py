@@ -16,6 +16,8 @@ NAMES = (
     *("packed-state", "coordinator", "layout-file", "claim", "renewals", "manifest", "facts"),
     *("jobs", "run-file", "scenario", "override", "run-folder", "tables", "certificate"),
     *("private-key", "authority", "token", "principals", "addresses", "launcher", "http"),
+    *("sum-claim", "sum-cohort", "sum-shares", "sum-survivors", "sum-opening"),
+    *("parties", "audit-trail"),
     *("tls-hello", "fetch-answer", "client-answer", "doctor-answer"),
 )
 

@@ -14,6 +14,8 @@ import torch
 from rich.console import Console
 
 import decoupled_diloco as dd
+from decoupled_diloco.config.parties import Parties
+from decoupled_diloco.config.signing_keys import PublicKey
 from decoupled_diloco.device import PATIENCE
 from decoupled_diloco.errors import AccessError
 from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder
@@ -43,9 +45,16 @@ SYNC: dict[str, Any] = {
 LIMITS = dd.Timeouts(join=20.0, flush=20.0)
 
 
-def run(make: Make, quorum: int = 1, sync: dict[str, Any] | None = None, **devices: Any) -> System:
+def run(
+    make: Make,
+    quorum: int = 1,
+    sync: dict[str, Any] | None = None,
+    privacy: dict[str, Any] | None = None,
+    **devices: Any,
+) -> System:
     settings = SYNC | {"quorum": quorum, "devices": devices} | (sync or {})
-    system = make(sync=settings, data={"elastic": False}, run={"max_steps": 10**6})
+    own = {"data": {"elastic": False}, "privacy": privacy or {}}
+    system = make(sync=settings, run={"max_steps": 10**6}, **own)
     system.start()
     return system
 
@@ -53,7 +62,9 @@ def run(make: Make, quorum: int = 1, sync: dict[str, Any] | None = None, **devic
 class Phone:
     """A device with a model that it trains by random steps."""
 
-    def __init__(self, system: System, name: str, seed: int = 0) -> None:
+    def __init__(
+        self, system: System, name: str, seed: int = 0, party: dd.PartyFiles | None = None
+    ) -> None:
         self.model = Model(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.folder = system.folder / "phones" / name
@@ -66,6 +77,7 @@ class Phone:
             optimizer=self.optimizer,
             timeouts=LIMITS,
             observability=dd.Observability(event_tape=system.folder / "tape" / f"{name}.jsonl"),
+            party=party,
         )
 
     def step(self) -> torch.Tensor:
@@ -392,3 +404,15 @@ def test_a_device_that_gets_no_place_in_time_raises_an_error(make: Make) -> None
             pass
         learner.step(first.step(), tokens=TOKENS)
     second.visit(steps=2)
+
+
+def test_a_device_visits_only_a_syncer_with_its_own_parties(make: Make) -> None:
+    members = [{"name": "a", "learners": ["a-*"], "key": str(PublicKey(b"a" * 32))}]
+    system = run(make, privacy={"members": members})
+    agreed = Parties(parties=members)
+    Phone(system, "a-0", party=dd.PartyFiles(agreed)).visit()
+    other = Phone(
+        system, "a-1", party=dd.PartyFiles(Parties(parties=[{**members[0], "sees": "all"}]))
+    )
+    with pytest.raises(dd.ConfigError, match="the syncer has the digest"):
+        other.visit()

@@ -26,6 +26,10 @@ pytestmark = [
 PAGE = blocks_of(ROOT / "docs" / "how-to" / "federation.md")
 HOSPITALS = ("hospital-a", "hospital-b", "hospital-c")
 MACHINES = ("operator", *HOSPITALS)
+OWN_STOP = (
+    "ddiloco stop https://hub.example:7070 --ca-cert tls/authority.pem "
+    "--cert tls/hospital-a.pem --key tls/hospital-a.key"
+)
 
 
 def _ip(*words: str) -> None:
@@ -44,7 +48,7 @@ class Federation:
             (root / machine).mkdir()
             _ip("netns", "add", self.space(machine))
             _ip("-n", self.space(machine), "link", "set", "lo", "up")
-            hosts = ["127.0.0.1 localhost relay.example", "10.92.0.1 hub.example"]
+            hosts = ["127.0.0.1 localhost relay.example", "127.0.0.1 hub.example"]
             if machine != "operator":
                 self._link(machine, number)
                 hosts[1] = f"10.92.{number}.1 hub.example"
@@ -64,9 +68,9 @@ class Federation:
             _ip("-n", space, "addr", "add", f"10.92.{number}.{own}/24", "dev", device)
             _ip("-n", space, "link", "set", device, "up")
 
-    def run(self, machine: str, commands: str, *, wait: bool = True) -> str:
+    def run(self, machine: str, commands: str, *, wait: bool = True, code: int = 0) -> str:
         """Run commands of the page on a machine; return what they print."""
-        options = (*SMALL, "run.max_steps=600")  # so that the last learner joins in time
+        options = (*SMALL, "run.max_steps=100000")  # until it is stopped
         small = " ".join(f"--set {option}" for option in options)
         commands = re.sub(r"(ddiloco (?:syncer|relay|learner) \S+)", rf"\1 {small}", commands)
         log = self.root / f"log-{len(self.started)}-{machine}"
@@ -83,7 +87,7 @@ class Federation:
             )
         self.started.append(process)
         if wait:
-            assert process.wait(120) == 0, log.read_text()
+            assert process.wait(120) == code, log.read_text()
         return log.read_text()
 
     def copy(self, source: str, machine: str, *names: str) -> None:
@@ -125,7 +129,7 @@ def test_three_hospitals_train_one_model_by_the_commands_of_the_page(
     federation: Federation,
 ) -> None:
     made = federation
-    key, gather, certificates, settings, syncer, join, status, audit = PAGE
+    key, gather, certificates, settings, syncer, join, status, stop, audit = PAGE
     for number, hospital in enumerate(HOSPITALS):
         made.run(hospital, of_hospital(key.text, number))
         made.copy(hospital, "operator", f"{hospital}.toml")
@@ -148,8 +152,14 @@ def test_three_hospitals_train_one_model_by_the_commands_of_the_page(
     shown = made.run("hospital-b", of_hospital(status.text, 1))
     assert {"learner-2", "learner-3"} <= set(re.findall(r"learner-\d", shown))
     assert not {f"learner-{n}" for n in (0, 1, 4, 5)} & set(re.findall(r"learner-\d", shown))
+    shards = run / "audit" / "shard-0.jsonl"
+    until(lambda: shards.read_text().count('"kind":"merge"') >= 30, "30 merges", 90.0)
+    refused = made.run("hospital-b", of_hospital(OWN_STOP, 1), code=5)
+    assert "party 'hospital-b' may not stop the run: only the operator" in refused
+    made.run("operator", stop.text)
     until(lambda: (run / "weights.safetensors").exists(), "the model", 90.0)
     proved = made.run("operator", audit.text)
     assert "no record was removed, moved, altered or added" in proved
+    assert "the contributions are masked" in proved
     for learner in range(6):
         assert f"learner-{learner}: " in proved

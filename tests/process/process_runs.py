@@ -63,6 +63,7 @@ def config_of(folder: Path, **tables: Any) -> RunConfig:
         workload={"name": "paced", "options": {**SMALL, **tables.get("workload", {})}},
         faults=tables.get("faults", ()),
         sites=tables.get("sites", ()),
+        privacy=tables.get("privacy", {}),
     )
 
 

@@ -48,6 +48,11 @@ def test_a_world_with_secure_sums_keeps_all_rules(seed: int, relays: bool) -> No
     assert worlds.run(seed, changes=Changes(secure=True, relays=relays)).events > 0
 
 
+@pytest.mark.parametrize("seed", long_after(2, [9, 14]))
+def test_a_world_with_limited_parties_keeps_all_rules(seed: int) -> None:
+    assert worlds.run(seed, changes=Changes(quotas=True)).events > 0
+
+
 def test_a_world_repeats_exactly() -> None:
     def digest(seed: int) -> str:
         seen = sha256()

@@ -358,6 +358,20 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "::test_a_party_gets_its_lines_of_a_tape_and_no_metrics",
     ),
     Break(
+        "any-party-stops",
+        "if found:",
+        "any party ends the run",
+        test="unit/syncer/test_coordinator_requests.py"
+        "::test_others_are_refused_with_those_that_may",
+    ),
+    Break(
+        "stop-forgotten",
+        "return by_steps or by_tokens",
+        "a restarted coordinator continues a run that a user has ended",
+        test="unit/protocol/test_coordinator_machine.py"
+        "::test_a_stopped_run_continues_only_with_another_budget",
+    ),
+    Break(
         "other-parties-accepted",
         "pass",
         "a learner trains with other parties than those in its own file",

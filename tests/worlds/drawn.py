@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+from decoupled_diloco.config.signing_keys import PublicKey
 from decoupled_diloco.config.sync import BITS
 from decoupled_diloco.protocol.adapt import AdaptLimits
 from decoupled_diloco.protocol.machine_options import Options
@@ -100,6 +102,25 @@ def with_secure_sums(choices: Choices, options: Options, learners: int) -> Optio
         error_feedback=False,
         ladder=(),
     )
+
+
+def random_parties(choices: Choices, learners: int) -> list[dict[str, Any]]:
+    """Divide the learners among parties with limited shares."""
+    members: dict[str, list[str]] = {}
+    for number in range(learners):
+        party = f"party-{choices.integer(0, 2)}"
+        members.setdefault(party, []).append(f"learner-{number}")
+    even = 1.0 / len(members)
+    return [
+        {
+            "name": party,
+            "learners": names,
+            "key": str(PublicKey(party.encode().ljust(32))),
+            "share_min": choices.pick([0.0, choices.uniform(0.0, even)]),
+            "share_max": choices.pick([1.0, min(1.0, choices.uniform(even, 2 * even))]),
+        }
+        for party, names in sorted(members.items())
+    ]
 
 
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from worlds.drawn import (
     random_learners,
     random_limits,
     random_options,
+    random_parties,
     random_phases,
     random_relays,
     random_sizes,
@@ -56,6 +57,7 @@ from worlds.faults import (
 )
 from worlds.lineage import Lineage
 from worlds.own_checker import OwnChecker
+from worlds.quota_checker import QuotaChecker
 from worlds.residuals import Residuals
 from worlds.revision_checker import RevisionChecker
 from worlds.shrink import Changes, Size
@@ -169,7 +171,7 @@ def draw(
     changes = changes or Changes()
     choices = Choices(seed)
     count = choices.integer(1, 4)
-    if changes.secure:
+    if changes.secure or changes.quotas:
         count = choices.fork("members").integer(2, 6)
     options = random_options(choices.fork("options"), count)
     ends = choices.chance(1.0 - ENDLESS) and not changes.endless
@@ -187,13 +189,14 @@ def draw(
         options = replace(options, adapt=random_limits(choices.fork("limits"), options))
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
     drawn = random_learners(choices.fork("learners"), count, step)
+    parties = random_parties(choices.fork("parties"), count) if changes.quotas else []
     links = choices.fork("links")
     drawn = with_slow_links(links, drawn, options, sizes, waited_for=goes_on)
     data = random_data(choices.fork("data"))
     relays: list[RelaySpec] = []
     if options.devices:
         data = None  # each device has its own data, and one process
-    elif changes.relays:
+    elif changes.relays and not parties:  # a relay's sum has contributions of one party only
         drawn, relays = random_relays(choices.fork("relays"), drawn)
     if data is None and not options.devices:
         drawn = with_ranks(choices.fork("ranks"), drawn)
@@ -226,6 +229,7 @@ def draw(
         standbys=standbys,
         data=data,
         initial=initial,
+        parties=parties,
     )
     system = System(
         config,
@@ -257,6 +261,7 @@ def config_of(
     standbys: Standbys | None = None,
     data: Data | None = None,
     initial: Path | None = None,
+    parties: Sequence[dict[str, Any]] = (),
 ) -> RunConfig:
     """Return a run's settings, without those that would be ignored."""
     sync: dict[str, Any] = {
@@ -329,8 +334,9 @@ def config_of(
         "trust": {"probation_periods": options.probation_periods},
         "workload": {},
     }
+    tables["privacy"] = {"members": parties}
     if options.secure:
-        tables["privacy"] = {"secure_sums": True, "threshold": options.threshold}
+        tables["privacy"] |= {"secure_sums": True, "threshold": options.threshold}
     return RunConfig(**tables)
 
 
@@ -428,6 +434,7 @@ def _watched(
     )
     OwnChecker(system)
     ApartChecker(system)
+    QuotaChecker(system)
     return scene
 
 

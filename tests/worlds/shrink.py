@@ -66,6 +66,7 @@ class Changes:
         endless: Whether the budget is never spent, so that progress is checked.
         relays: Whether learners are behind relays, at random.
         secure: Whether the run has secure sums.
+        quotas: Whether learners belong to parties with limited shares.
     """
 
     without_faults: tuple[int, ...] = ()
@@ -78,6 +79,7 @@ class Changes:
     endless: bool = False
     relays: bool = False
     secure: bool = False
+    quotas: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Changes:

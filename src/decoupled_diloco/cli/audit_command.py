@@ -75,6 +75,8 @@ def _print_shard(shard: ShardAudit) -> None:
     count = len(shard.contributions)
     typer.echo(f"shard-{shard.shard}: {shard.versions} versions with {count} contributions")
     typer.echo(f"  signed with {key}, {pinned}")
+    if any(each.is_masked for each in shard.contributions):
+        typer.echo("  the contributions are masked: the syncer has received sums of them only")
     agree = [f"{n} {SOURCES[source]}" for source, n in shard.compared.items() if n]
     if agree:
         typer.echo(f"  {', '.join(agree)}")
@@ -95,9 +97,10 @@ def _print_learners(contributions: list[AuditedContribution], *, one: bool) -> N
         typer.echo(f"{learner}: {len(mine)} contributions, in {len(versions)} versions")
         for each in mine if one else ():
             relay = f", in a sum of {each.relay}" if each.relay else ""
+            payload = "masked payload" if each.is_masked else "payload"
             typer.echo(
                 f"  version {each.version} of fragment {each.fragment}: request {each.ask}, "
-                f"payload {each.digest}, weight {each.weight:g}{relay}"
+                f"{payload} {each.digest}, weight {each.weight:g}{relay}"
             )
 
 

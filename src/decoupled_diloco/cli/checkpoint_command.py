@@ -11,7 +11,7 @@ from decoupled_diloco.cli.command_line import command
 from decoupled_diloco.cli.runs import chosen_run, is_url
 from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
-    complete_run,
+    RunHereOrSyncer,
     fail,
 )
 
@@ -21,16 +21,7 @@ ABANDONED = 1
 class CheckpointOptions(ConnectOptions):
     """Options of `ddiloco checkpoint`."""
 
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run folder of a run on this machine, or URL of its syncer (http://HOST:PORT, "
-            "with --auth-token-file). Default: the newest run in runs/.",
-            autocompletion=complete_run,
-            show_default=False,
-        ),
-    ] = ""
+    run: RunHereOrSyncer = ""
     timeout_seconds: Annotated[
         float,
         typer.Option(
@@ -46,7 +37,7 @@ def checkpoint(options: CheckpointOptions) -> None:
     ddiloco train --resume --checkpoint goes back to it. Exit code 1: no checkpoint was completed,
     because a process could not save its state, or not in time.
     """
-    from decoupled_diloco.cli.checkpoint_client import take_checkpoint
+    from decoupled_diloco.cli.coordinator_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.launch.run_folder import read_token
     from decoupled_diloco.launch.secrets import secrets_in

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.runs import chosen_run, is_url
 from decoupled_diloco.cli.shared_options import (
-    RunFolder,
+    ConnectOptions,
+    RunHereOrSyncer,
     Sets,
     complete_recipe,
     exit_with,
@@ -101,22 +102,36 @@ def _submit(launch: Launch, dry_run: bool, resume: bool) -> None:
     typer.echo(f"\nstatus: ddiloco status {run}\nlogs: {logs}\nstop: ddiloco stop {run}")
 
 
-class StopOptions(CommandOptions):
+class StopOptions(ConnectOptions):
     """Options of `ddiloco stop`."""
 
-    run: RunFolder = ""
+    run: RunHereOrSyncer = ""
 
 
 @command(StopOptions)
 def stop(options: StopOptions) -> None:
     """Stop a run: learners do a final sync, then all processes end.
 
-    ddiloco train --resume continues the run later.
+    ddiloco train --resume continues the run later. With a URL, the run ends as if its budget were
+    reached: the result is written, and a later resume needs another budget.
     """
     from decoupled_diloco.launch.launch_folder import Launch, launch_folder, was_launched
     from decoupled_diloco.run_model.phrases import many
 
-    run = Path(chosen_run(options.run, "ddiloco stop runs/quickstart", here=True))
+    given = options.certificates()
+    chosen = chosen_run(options.run, "ddiloco stop runs/quickstart", here=True)
+    if is_url(chosen):
+        from decoupled_diloco.cli.coordinator_client import stop_run
+        from decoupled_diloco.launch.run_folder import read_token
+
+        stop_run(chosen, read_token(options.auth_token_file), given)
+        typer.echo(
+            f"{chosen} ends the run: each fragment has a closing round, then the result is written"
+        )
+        return
+    if given is not None or options.auth_token_file is not None:
+        fail("--auth-token-file, --ca-cert, --cert and --key are for a URL: leave them out")
+    run = Path(chosen)
     if was_launched(run):
         count = Launch(launch_folder(run)).stop()
         typer.echo(f"asked {many(count, 'job')} to stop" if count else f"{run} has no job any more")

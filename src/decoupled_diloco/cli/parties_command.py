@@ -75,7 +75,8 @@ def check(options: CheckOptions) -> None:
         most = f"{party.share_min:.0%} to {party.share_max:.0%} of a merge"
         sees = "sees all learners" if party.sees == "all" else "sees its own learners"
         learners = ", ".join(party.learners)
-        typer.echo(f"{party.name:{width}}  {learners}: {most}, {sees}")
+        stops = ", may stop the run" if party.may_stop else ""
+        typer.echo(f"{party.name:{width}}  {learners}: {most}, {sees}{stops}")
     typer.echo(f"digest {found.digest}: it must be equal at all parties")
 
 

@@ -114,6 +114,16 @@ RunSource = Annotated[
         show_default=False,
     ),
 ]
+RunHereOrSyncer = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Run folder of a run on this machine, or URL of its syncer (http://HOST:PORT, with "
+        "--auth-token-file). Default: the newest run in runs/.",
+        autocompletion=complete_run,
+        show_default=False,
+    ),
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the run in its folder, from its last state.")
 ]

@@ -74,6 +74,9 @@ class PartySettings(Settings):
         """Whether a learner is of this party."""
         return any(matches(pattern, learner) for pattern in self.learners)
 
+    may_stop: bool = False
+    """Whether the party may end the run with `ddiloco stop URL`. The operator always may."""
+
     @model_validator(mode="after")
     def _check(self) -> PartySettings:
         if not self.learners:
@@ -135,11 +138,12 @@ class Parties(Settings):
             names: The names that its token and certificate prove: of a party, a learner, or another
                 process of the run. Without any, it has the token of the whole run.
         """
-        found = {party.name: party for name in names if (party := self._of(name)) is not None}
+        found = {party.name: party for name in names if (party := self.of_name(name)) is not None}
         own = [party for party in found.values() if party.sees == "own"]
         return own[0] if own and len(own) == len(found) else None
 
-    def _of(self, name: str) -> PartySettings | None:
+    def of_name(self, name: str) -> PartySettings | None:
+        """Return the party with this name or this learner; `None`: there is none."""
         named = next((party for party in self.parties if party.name == name), None)
         return named or self.find(name)
 

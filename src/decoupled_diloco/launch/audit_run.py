@@ -50,6 +50,7 @@ class AuditedContribution:
         digest: The digest of its payload.
         weight: Its weight in the merge, before the factor of its party.
         relay: The relay whose sum brought it; empty: it came alone.
+        is_masked: Whether its payload is masked, so that the syncer has received a sum only.
     """
 
     shard: int
@@ -60,6 +61,7 @@ class AuditedContribution:
     digest: str
     weight: float
     relay: str
+    is_masked: bool
 
 
 @dataclass
@@ -125,9 +127,15 @@ def _shard(
     for record in chain.merges:
         place = record["fragment"], record["version"]
         records[place] = record
+        is_masked = record.get("masked") is True
+        if is_masked != config.privacy.secure_sums:
+            found.problems.append(
+                f"{named(record)}: its contributions are {'' if is_masked else 'not '}masked, "
+                "unlike those of the run"
+            )
         for learner, ask, digest, weight, relay in record["contributions"]:
             found.contributions.append(
-                AuditedContribution(shard, *place, learner, ask, digest, weight, relay)
+                AuditedContribution(shard, *place, learner, ask, digest, weight, relay, is_masked)
             )
     found.versions = len(records)
     if tape is None:
@@ -186,7 +194,9 @@ class _TapedShard:
         self._sums: dict[tuple[int, str, int], tuple[Asking, ...]] = {}
         self._merging: dict[int, tuple[Place, frozenset[Asking]]] = {}
 
-    _KINDS = frozenset(("Received", "Done", "Expect", "Fold", "SumArrived", "FoldSum", "Merge"))
+    _KINDS = frozenset(
+        ("Received", "Done", "Expect", "Fold", "SumArrived", "FoldSum", "ForgetSum", "Merge")
+    )
 
     def take(self, record: Record) -> None:
         if record.kind == "sample" or record.type not in self._KINDS:
@@ -205,6 +215,8 @@ class _TapedShard:
                 self._sums[fragment, relay, number] = asks
             case messages.FoldSum(fragment, relay, number, at):
                 self._folded[fragment] += () if at else self._sums.pop((fragment, relay, number))
+            case messages.ForgetSum(fragment):
+                self._folded.pop(fragment, None)
             case messages.Merge(number, fragment, version):
                 place = fragment, str(version)
                 tape.ordered.add(place)

@@ -452,7 +452,9 @@ class LocalRun:
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
         self._keep_the_rest(weights)
-        return RunOutcome(True, "the budget is spent", weights)
+        by = self.followed.run.stopped_by
+        reason = f"{by} has stopped the run" if by else "the budget is spent"
+        return RunOutcome(True, reason, weights)
 
     def _keep_the_rest(self, weights: Path) -> None:
         from decoupled_diloco.launch.resume_run import keep_the_rest

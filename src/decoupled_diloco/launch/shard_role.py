@@ -45,8 +45,12 @@ from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
 from decoupled_diloco.storage.files import SPARE, open_files_allowed
 from decoupled_diloco.storage.shared_folder import shards_that_move
-from decoupled_diloco.syncer import checkpoint_requests
-from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
+from decoupled_diloco.syncer.coordinator_requests import (
+    CHECKPOINT_PATH,
+    STOP_PATH,
+    answer_checkpoint,
+    answer_stop,
+)
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
@@ -136,6 +140,7 @@ def run_shard(
                 CHECKPOINT_PATH: role.checkpoint_asked,
                 METRICS_PATH: role.metrics,
             },
+            orders={STOP_PATH: role.stop_wanted},
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
             tls=served,
@@ -382,7 +387,11 @@ class ShardRole:
 
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
         """Answer a request to create a checkpoint of the run, or for its state."""
-        return checkpoint_requests.answer(self.acting.host, query)
+        return answer_checkpoint(self.acting.host, query)
+
+    async def stop_wanted(self, names: tuple[str, ...]) -> Document:
+        """End the run in order, if the peer with these names may."""
+        return answer_stop(self.acting.host, names, self.config.privacy.agreed)
 
 
 def warn_if_readable(config: RunConfig, token: str | None) -> None:

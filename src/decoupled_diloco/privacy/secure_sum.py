@@ -67,6 +67,7 @@ SHARE_BYTES = 33
 SIGNATURE_BYTES = 64
 
 COUNT_MAX = 2**53
+"""The most steps or tokens of a claim: exact as a float."""
 
 
 class Signer(Protocol):
@@ -247,6 +248,7 @@ def read_cohort(text: str) -> Cohort:
             tuple(float(bound) for bound in bounds),
             _count(threshold),
         )
+        cohort.transcript  # noqa: B018 - it fails if a name is not a text that can be sent
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"a cohort cannot be read: {error!r}") from error
     names = list(cohort.names)

@@ -19,7 +19,7 @@ from typing import assert_never
 
 from decoupled_diloco.protocol import same_data
 from decoupled_diloco.protocol.adapt import Reviser
-from decoupled_diloco.protocol.coordinator_state import CoordinatorState, Enrolled, copied
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState, Enrolled, Stopped, copied
 from decoupled_diloco.protocol.features import checkpoint as checkpoints
 from decoupled_diloco.protocol.features import partitions as leases
 from decoupled_diloco.protocol.features.checkpoint import Checkpoints
@@ -59,6 +59,7 @@ from decoupled_diloco.protocol.messages import (
     Send,
     ShardHello,
     ShardReady,
+    StopWanted,
     Swept,
     Tick,
     is_shard_peer,
@@ -73,7 +74,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("seeding", "Lost (the seed)", "seeding with the next learner, if any; otherwise gathering"),
     ("seeding", "SeedFailed", "seeding with the next learner, or the same again"),
     ("seeding", "every shard ready", "running"),
-    ("running", "budget reached", "ending"),
+    ("running", "budget reached, or StopWanted", "ending"),
     ("ending", "every shard swept", "finished"),
 )
 
@@ -129,6 +130,8 @@ class CoordinatorMachine:
                 return self._checkpoints.wanted(
                     self.state, self._present_shards, self.options.shards
                 )
+            case StopWanted(by):
+                return self._stopped(by)
             case _:
                 assert_never(event)
 
@@ -147,6 +150,12 @@ class CoordinatorMachine:
         """Why no checkpoint can begin now, or an empty text if one can."""
         return checkpoints.why_not_now(self.state, self._present_shards, self.options.shards)
 
+    @property
+    def why_no_stop(self) -> str:
+        """Why the run cannot be ended now, or an empty text if it can be, or has been."""
+        begun = self.state.phase not in ("gathering", "seeding")
+        return "" if begun else "the run has not begun: stop its processes instead"
+
     def snapshot(self) -> CoordinatorState:
         """Return a copy of the whole state, which ``Persist`` writes."""
         return copied(self.state)
@@ -163,6 +172,7 @@ class CoordinatorMachine:
         if self.state.phase in ("ending", "finished") and not self._spent():
             self.state.phase = "running"  # the budget was raised, so the run continues
             self.state.swept.clear()
+            self.state.stopped = None
         self._restore_learners()
         self._present_shards.clear()
         self.transfers = Transfers()
@@ -332,7 +342,8 @@ class CoordinatorMachine:
         if state.revision is not None:  # break: restarted-shard-lacks-revision
             effects.append(Send(shard_peer(shard), state.revision, "H and τ follow the links"))
         if state.phase in ("ending", "finished"):
-            effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is reached"))
+            ended = "the budget is reached" if state.stopped is None else "a user has stopped it"
+            effects.append(Send(shard_peer(shard), EndOrdered(), ended))
         if state.phase == "finished":
             effects.append(Send(shard_peer(shard), FinishOrdered(), "every shard has been swept"))
         return effects
@@ -410,7 +421,10 @@ class CoordinatorMachine:
         state, options = self.state, self.options
         by_steps = options.max_steps is not None and self._slowest >= options.max_steps
         by_tokens = options.max_tokens is not None and state.tokens >= options.max_tokens
-        return by_steps or by_tokens
+        budget = (options.max_steps, options.max_tokens)
+        stopped = state.stopped
+        by_user = stopped is not None and (stopped.max_steps, stopped.max_tokens) == budget
+        return by_steps or by_tokens or by_user  # break: stop-forgotten
 
     def _progressed(self, shard: int, clock: int, tokens: int) -> list[CoordinatorEffect]:
         state = self.state
@@ -421,8 +435,19 @@ class CoordinatorMachine:
             return []
         if not self._spent():
             return self._revise()
-        state.phase = "ending"
-        why = f"the budget is reached: step {self._slowest}, {state.tokens} tokens"
+        return self._end(f"the budget is reached: step {self._slowest}, {state.tokens} tokens")
+
+    def _stopped(self, by: str) -> list[CoordinatorEffect]:
+        """End the run in order, on behalf of a user."""
+        state, options = self.state, self.options
+        if state.phase != "running":
+            return []
+        state.stopped = Stopped(by, options.max_steps, options.max_tokens)
+        why = f"{by} has stopped the run"
+        return [Note(f"{why} at step {self._slowest}", "the closing rounds start"), *self._end(why)]
+
+    def _end(self, why: str) -> list[CoordinatorEffect]:
+        self.state.phase = "ending"
         return [
             Persist(why),
             *(Send(shard_peer(s), EndOrdered(), why) for s in sorted(self._present_shards)),

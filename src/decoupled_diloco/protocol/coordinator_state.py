@@ -25,6 +25,15 @@ class Enrolled:
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A user has ended the run. This holds until the run is resumed with another budget."""
+
+    by: str
+    max_steps: int | None
+    max_tokens: int | None
+
+
 @dataclass(slots=True)
 class CoordinatorState:
     """The state that must survive a crash of the coordinator, as plain data.
@@ -32,7 +41,7 @@ class CoordinatorState:
     ``learners`` has every name that ever joined. ``former`` lists, per shard, the nonces of
     replaced processes. ``seed`` is the learner that provides the initial weights, in ``attempt``.
     ``ready`` and ``swept`` list the shards that hold the initial weights, or have finished the
-    closing sweep.
+    closing sweep. ``stopped`` is set if a user has ended the run.
     """
 
     phase: Phase = "gathering"
@@ -52,6 +61,7 @@ class CoordinatorState:
     revision: Revision | None = None
     checkpoint: int = 0
     checkpoints_kept: list[int] = field(default_factory=list)
+    stopped: Stopped | None = None
 
 
 def copied(state: CoordinatorState) -> CoordinatorState:

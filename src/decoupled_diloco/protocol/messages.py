@@ -2259,6 +2259,13 @@ class CheckpointWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class StopWanted:
+    """A user ends the run now, as if its budget were reached. ``by`` names its party or process."""
+
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class DataOpened:
     """The training loop reads leased partitions and keeps ``ahead`` spare leases."""
 
@@ -2667,7 +2674,7 @@ LearnerEvent = (
 )
 
 
-CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted
+CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted | StopWanted
 
 
 # All messages

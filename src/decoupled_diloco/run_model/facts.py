@@ -126,6 +126,7 @@ class RunFacts:
         self.corpus: dict[str, Any] | None = None
         self.sample_text: str | None = None
         self.told_to_end: set[str] = set()  # asked to stop by the launcher, not restarted since
+        self.stopped_by = ""  # the party that has ended the run before its budget was reached
         self.ends: dict[str, list[tuple[float, samples.ProcessEnded]]] = {}
         self.orders: dict[str, list[float]] = {}  # when each process was asked to stop
         self.spawns: dict[str, float] = {}

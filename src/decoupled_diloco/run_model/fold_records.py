@@ -125,6 +125,8 @@ class RunModel(RunFacts):
         settings = header.get("settings")
         if isinstance(settings, dict) and (not self.settings or is_shard(process)):
             self.settings = settings
+        if header.get("machine") == "coordinator":
+            self.stopped_by = _stopped_by(header.get("state"))
         if header.get("role") == "observer":
             self.observe_only(process)
         if is_shard(process):
@@ -199,6 +201,8 @@ class RunModel(RunFacts):
                 self.remark(self.record.process, self._acting.took_over(value))
             case messages.Send(_, Revision() as plan, why):
                 self.revisions.setdefault(plan.number, (plan, why))
+            case messages.StopWanted(by):
+                self.stopped_by = by
             case messages.Note(text, why, warns):
                 self._noted(text, why, warns)
             case samples.WentBack(told):
@@ -290,6 +294,12 @@ class RunModel(RunFacts):
         if warns and (text in self.warnings or len(self.warnings) < WARNINGS_MAX):
             self.warnings[f"{process} {text}" if text.startswith("it ") else text] = words
         self.remark(subject, words)
+
+
+def _stopped_by(state: Any) -> str:
+    """Return the party that has ended the run, by a coordinator's state; empty: none."""
+    stopped = state.get("stopped") if isinstance(state, dict) else None
+    return str(stopped.get("by", "")) if isinstance(stopped, dict) else ""
 
 
 def read_run(path: str | Path, keep: Keep = "run") -> RunModel:

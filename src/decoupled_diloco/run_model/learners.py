@@ -38,7 +38,7 @@ def take(run: RunFacts, learner: LearnerLog, life: ProcessLife, value: Any) -> N
             note_joined(run, learner)
         case messages.EndTraining() | messages.RunOver():
             life.over, learner.process = True, "finished"
-            if isinstance(value, messages.EndTraining):
+            if isinstance(value, messages.EndTraining) and not run.stopped_by:
                 run.remark("", "the budget is reached: the closing rounds start")
         case messages.Recovered():
             learner.recoveries.append(value)

@@ -3,7 +3,8 @@
 A record names the version, the digest of its published copy, and each contribution in it: learner,
 request, digest of the payload, and weight. It contains the hash of the previous record, so a record
 that is removed, moved, changed or added breaks the chain. `check_chain` names it. The digests are
-those of the run (xxh3-128): they detect a change that was not made to fit the digest.
+those of the run (xxh3-128): they detect a change that was not made to fit the digest. With secure
+sums, a record says that the payloads are masked: the digest proves which one is in the sum.
 
 A record is in the shard's journal before the merge is published, and then in the trail. So after a
 power failure, what the trail lacks is copied from the journals. Every process of the shard adds a
@@ -75,7 +76,9 @@ class SignedRecord:
             ValueError, LookupError, TypeError: It has another form.
         """
         record = dict(value["record"])
-        int(record["number"]), str(record["previous"]), str(record["kind"])
+        kinds = (("number", int), ("previous", str), ("kind", str))
+        if not all(type(record[name]) is kind for name, kind in kinds):
+            raise TypeError("a record has another form")
         return cls(record, base64.b64decode(value["signature"], validate=True), file)
 
 
@@ -93,6 +96,7 @@ class AuditTrail:
         journals: The folder of the shard's journals.
         about: Fields of the record of this process: the run, and the digest of its parties.
         claim: The claim by which this process acts for the shard; 0 if no other process can.
+        is_masked: Whether the payloads are masked.
 
     Raises:
         StorageError: The trail cannot be read or written.
@@ -107,7 +111,9 @@ class AuditTrail:
         journals: Path,
         about: Mapping[str, str],
         claim: int = 0,
+        is_masked: bool = False,
     ) -> None:
+        self._masked = {"masked": True} if is_masked else {}
         self._key, self._digests = key, OrderedDict[Asking, str]()
         name = f"shard-{shard}.{claim}.jsonl" if claim else f"shard-{shard}.jsonl"
         self._path = run / AUDIT / name
@@ -149,6 +155,7 @@ class AuditTrail:
                 "digest": digest,
                 "contributions": contributions,
                 "factors": [list(each) for each in order.factors],
+                **self._masked,
             }
         )
 
@@ -306,11 +313,29 @@ def check_chain(lines: Iterable[SignedRecord], pinned: PublicKey | None = None) 
             else:
                 found.problems.append(f"{name} does not continue record {number}: it was replaced")
         if record["kind"] == "merge" and is_signed:
-            found.merges.append(record)
+            if _is_merge(record):
+                found.merges.append(record)
+            else:
+                found.problems.append(f"{name} is not that of a merge: its signer has altered it")
         broken = not is_signed  # its hash is unknown, so the next record cannot be compared
         head, number, file = line.hash, record["number"], line.file
         known[head] = file
     return found
+
+
+def _is_merge(record: Json) -> bool:
+    """Whether the record has the fields that `AuditTrail.merged` writes."""
+    texts = (record.get("version"), record.get("base"), record.get("digest"))
+    contributions = record.get("contributions")
+    if type(record.get("fragment")) is not int or not isinstance(contributions, list):
+        return False
+    kinds: tuple[Any, ...] = (str, str, str, (int, float), str)
+    return all(isinstance(text, str) for text in texts) and all(
+        isinstance(each, list)
+        and len(each) == len(kinds)
+        and all(isinstance(value, kind) for value, kind in zip(each, kinds, strict=True))
+        for each in contributions
+    )
 
 
 def _begin(found: ChainCheck, record: Json, name: str, pinned: PublicKey | None) -> None:

@@ -53,6 +53,7 @@ from decoupled_diloco.protocol.messages import (
     OpenRelay,
     Received,
     RelayOn,
+    StopWanted,
     is_shard_peer,
     shard_of,
     shard_peer,
@@ -512,6 +513,13 @@ class CoordinatorHost:
             return CheckpointAnswer("open", number, "its manifest is being written")
         words = reason if given_up == number else "this coordinator has no such checkpoint"
         return CheckpointAnswer("given up", number, words)
+
+    def want_stop(self, by: str) -> str:
+        """End the run in order; return why it cannot be ended, or an empty text."""
+        problem = self.machine.why_no_stop
+        if self.machine.state.phase == "running":
+            self._driver.deliver(StopWanted(by))
+        return problem
 
     def _answer(self, connection: int, message: messages.Message) -> None:
         if connection in self._joining:

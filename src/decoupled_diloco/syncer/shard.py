@@ -584,6 +584,7 @@ class Shard:
             journals=self._durable,
             about={"run": self._run, "parties": "" if parties is None else parties.digest},
             claim=self._shard_lease.number,
+            is_masked=self.config.privacy.secure_sums,
         )
 
     def _disk_of(self, tensors: ShardTensors, layout: Layout) -> ShardDisk | None:

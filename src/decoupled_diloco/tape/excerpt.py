@@ -63,6 +63,7 @@ _DECIDED = (
     messages.RunOver,
     messages.Send,
     messages.Stop,
+    messages.StopWanted,
     messages.Unexpect,
     messages.Began,
     messages.BodyArrived,

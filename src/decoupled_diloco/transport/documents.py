@@ -1,8 +1,9 @@
 """Documents and web pages that a server provides in addition to the two planes.
 
 The transport does not interpret their contents. A `Query` answers plain GETs of authenticated
-peers, for example for the event tape, which `ddiloco status` reads. `transport.fetch` is the client
-side. A `Website` answers browsers.
+peers, for example for the event tape, which `ddiloco status` reads. An `Order` answers a POST,
+which no website can make a browser send unnoticed. `transport.fetch` is the client side. A
+`Website` answers browsers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ Query = Callable[[Mapping[str, str]], Awaitable[Document]]
 Restrict = Callable[[tuple[str, ...], str, Document], Document]
 """Returns what a peer may see of a document, by the names that it has proved and the path; raises
 `RequestRefusal` if it may see nothing of it."""
+
+
+Order = Callable[[tuple[str, ...]], Awaitable[Document]]
+"""Carries out an order of a peer that has proved these names; raises `RequestRefusal`."""
 
 
 class Website(Protocol):

@@ -7,7 +7,7 @@ import ipaddress
 import json
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from yarl import URL
 
@@ -30,8 +30,12 @@ def fetch(
     query: Mapping[str, str],
     token: str | None,
     tls: TLSConfig | None = None,
+    *,
+    method: Literal["GET", "POST"] = "GET",
 ) -> Document:
     """Fetch a document from a server: one attempt, on a separate connection.
+
+    POST gives the server an order.
 
     Raises:
         ConfigError: The address or the token is not valid, or a file of ``tls`` cannot be used.
@@ -43,10 +47,13 @@ def fetch(
     url = _server_of(address)
     if token is not None and not is_secret(token):  # the secret itself is not repeated
         raise ConfigError("the token has invalid characters: check --auth-token-file")
-    return asyncio.run(_fetch(address, url.with_path(path).with_query(dict(query)), token, tls))
+    where = url.with_path(path).with_query(dict(query))
+    return asyncio.run(_fetch(method, address, where, token, tls))
 
 
-async def _fetch(address: str, url: URL, token: str | None, tls: TLSConfig | None) -> Document:
+async def _fetch(
+    method: str, address: str, url: URL, token: str | None, tls: TLSConfig | None
+) -> Document:
     # A late import: it takes a third of a second, and many commands only read files.
     import aiohttp
 
@@ -57,7 +64,8 @@ async def _fetch(address: str, url: URL, token: str | None, tls: TLSConfig | Non
     limits = aiohttp.ClientTimeout(sock_connect=ANSWER_SECONDS, sock_read=ANSWER_SECONDS)
     session = http_client.new_session()
     try:
-        async with session.get(
+        async with session.request(
+            method,
             url,
             timeout=limits,
             allow_redirects=False,

@@ -46,7 +46,9 @@ from decoupled_diloco.transport.channel import (
 )
 from decoupled_diloco.transport.documents import (
     FACT_PREFIX,
+    Document,
     NoSuchDocumentError,
+    Order,
     Query,
     Restrict,
     Website,
@@ -91,6 +93,7 @@ class HttpServer:
     Args:
         on_channel: Runs for each control connection; the channel closes when it returns.
         queries: Answers GETs with parameters at further paths, for a peer with any token.
+        orders: Answers POSTs at further paths, for a peer with any token.
         tls: Files for HTTPS; default: plain HTTP.
         website: Answers browsers.
         restrict: Returns what a peer may see of the answer to a query. Default: all.
@@ -113,6 +116,7 @@ class HttpServer:
         limits: Limits | None = None,
         congestion: str | None = BBR,
         queries: Mapping[str, Query] | None = None,
+        orders: Mapping[str, Order] | None = None,
         tls: ServerTLSConfig | None = None,
         website: Website | None = None,
         restrict: Restrict = lambda names, path, document: document,
@@ -120,7 +124,7 @@ class HttpServer:
         self.stats = Stats()
         self._website = website
         self._restrict = restrict
-        self._queries = dict(queries or {})
+        self._queries, self._orders = dict(queries or {}), dict(orders or {})
         self._host = host
         self._port = port
         self._tokens = tokens or Tokens()
@@ -256,10 +260,13 @@ class HttpServer:
             raise RequestRefusal(403, "browsers may not use this path: it is for learners")
         authorization = request.headers.get("Authorization")
         names = names_of(request.transport)
-        if path in self._queries and request.method == "GET":
+        is_query = path in self._queries and request.method == "GET"
+        if is_query or (path in self._orders and request.method == "POST"):
             principal = self._tokens.recognize(authorization, names)
             self._admission.mark_authenticated(request.transport)
             proved = (*([principal] if principal else []), *(names or ()))
+            if not is_query:
+                return await self._give_document(request, await self._orders[path](proved))
             return await self._query(self._queries[path], request, proved)
         principal = self._tokens.authorize(
             authorization, request.headers.get("X-Principal", ""), names
@@ -292,19 +299,27 @@ class HttpServer:
         if self._open_queries >= QUERIES_MAX:
             raise RequestRefusal(429, f"{QUERIES_MAX} queries are under way, the limit: try again")
         self._open_queries += 1
+        path = request.rel_url.raw_path
         try:
+            # Before the query, too: it may begin something.
+            self._restrict(names, path, Document(b""))
             document = await query(dict(request.rel_url.query))
-            document = self._restrict(names, request.rel_url.raw_path, document)
-            headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
-            headers["Content-Type"] = document.content_type
-            response = web.StreamResponse(headers=headers)
-            response.content_length = len(document.body)
-            await self._give(request, response, memoryview(document.body))
-            return response
+            document = self._restrict(names, path, document)
+            return await self._give_document(request, document)
         except NoSuchDocumentError as error:
             raise RequestRefusal(404, str(error)) from None
         finally:
             self._open_queries -= 1
+
+    async def _give_document(
+        self, request: web.BaseRequest, document: Document
+    ) -> web.StreamResponse:
+        headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
+        headers["Content-Type"] = document.content_type
+        response = web.StreamResponse(headers=headers)
+        response.content_length = len(document.body)
+        await self._give(request, response, memoryview(document.body))
+        return response
 
     async def _give(
         self,

@@ -87,6 +87,39 @@ async def test_a_client_that_trusts_the_ca_connects_and_reads() -> None:
         assert await read(server.address, encrypted.dialled(FOLDER)) == b"text"
 
 
+async def test_the_network_sees_neither_a_token_nor_what_is_sent() -> None:
+    """An attacker between both ends records all bytes; without TLS it finds both."""
+    token, text = "a token of this run", b"text"
+    for tls, is_seen in ((encrypted.served(FOLDER), False), (None, True)):
+        async with serving(tls, tokens=Tokens(run_token=token)) as server:
+            seen = bytearray()
+            port = int(server.address.rpartition(":")[2])
+
+            async def pass_on(
+                reader: asyncio.StreamReader,
+                writer: asyncio.StreamWriter,
+                port: int = port,
+                seen: bytearray = seen,
+            ) -> None:
+                async def copy(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
+                    while piece := await one.read(1 << 16):
+                        seen.extend(piece)
+                        other.write(piece)
+                    other.close()
+
+                there, back = await asyncio.open_connection("127.0.0.1", port)
+                await asyncio.gather(copy(reader, back), copy(there, writer))
+
+            network = await asyncio.start_server(pass_on, "127.0.0.1", 0)
+            between = network.sockets[0].getsockname()[1]
+            address = f"{server.address.rpartition(':')[0]}:{between}"
+            used = None if tls is None else encrypted.dialled(FOLDER)
+            assert await read(address, used, token) == text
+            network.close()
+            assert (token.encode() in seen, b"\r\n\r\n" + text in seen) == (is_seen, is_seen)
+            assert len(seen) > 200
+
+
 async def test_a_certificate_of_an_untrusted_ca_is_refused(other: Path) -> None:
     async with serving(encrypted.served(FOLDER)) as server:
         for tls in (None, encrypted.dialled(other)):

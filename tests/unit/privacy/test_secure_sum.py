@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,14 @@ from decoupled_diloco.merge.accumulate import merge
 from decoupled_diloco.merge.fixed_point import opened, reduced
 from decoupled_diloco.merge.fragments import Segment
 from decoupled_diloco.merge.plan import token_weight
-from decoupled_diloco.privacy.secure_sum import Cohort, degree
+from decoupled_diloco.privacy.secure_sum import (
+    Claim,
+    Cohort,
+    claim_text,
+    degree,
+    read_claim,
+    read_cohort,
+)
 from decoupled_diloco.protocol.quotas import Quota
 from unit.privacy.sums import SEGMENTS, STEPS_MAX, SecureSum
 
@@ -189,3 +199,50 @@ def test_the_parties_limits_hold_in_a_cohort() -> None:
     claims[0] = replace(claims[0], tokens=24 * 100)
     weights = Cohort("sum", tuple(claims), (1.0,), 2).weights(token_weight, 96, quotas)
     assert max(weights.values()) / sum(weights.values()) == pytest.approx(0.4)
+
+
+def test_a_member_cannot_stop_a_sum_with_a_key_of_low_order() -> None:
+    """The shard refuses the claim, so the others' sum goes on without it."""
+    claim = SecureSum(3).claim().claims[0]
+    read_claim(claim.learner, 4, 8, claim_text(claim))
+    for keys in ((bytes(32), claim.share_key), (claim.mask_key, b"\1" + bytes(31))):
+        text = claim_text(Claim(claim.learner, 4, 8, *keys))
+        with pytest.raises(ProtocolError, match="a public key is not valid"):
+            read_claim(claim.learner, 4, 8, text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda claims: claims[0].__setitem__(1, 10**400),
+        lambda claims: claims[0].__setitem__(2, 0),
+        lambda claims: claims[0].__setitem__(0, "\ud800"),
+    ],
+    ids=["steps", "tokens", "name"],
+)
+def test_a_lying_shard_cannot_stop_a_member_with_a_cohort(change: Callable[[Any], None]) -> None:
+    """Each error is one that the learner reports, and its training continues."""
+    name, claims, *rest = json.loads(SecureSum(3).claim().to_text())
+    change(claims)
+    with pytest.raises(ProtocolError, match="a cohort"):
+        read_cohort(json.dumps([name, claims, *rest]))
+
+
+def test_a_dishonest_learner_spoils_a_sum_and_stops_nothing() -> None:
+    """Its integers are random. The sum opens, and is wrong or refused."""
+    sums = SecureSum(4)
+    sums.claim()
+    sums.share()
+    sums.mask()
+    name, honest = sums.names[0], sums.total.clone()
+    noise = SecureSum(4, seed=9)
+    noise.claim()
+    sums.total.add(noise.integers(name))
+    opening = sums.open()
+    opening.unmask(sums.total)
+    opening.unmask(honest)
+    args = (*opening.weights(token_weight), sums.cohort.bounds)
+    with contextlib.suppress(MergeError):
+        spoiled, *_ = opened(sums.form, SEGMENTS, sums.total, sums.base, *args)
+        right, *_ = opened(sums.form, SEGMENTS, honest, sums.base, *args)
+        assert not torch.equal(spoiled, right)

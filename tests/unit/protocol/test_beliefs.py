@@ -150,6 +150,30 @@ def test_rule_13_weights_are_bounded_by_the_median_learner(shard_bench: Any) -> 
     assert fold.why == f"delivered in time; 640 of its {2**53} tokens count"
 
 
+def test_rule_13_dishonest_learners_below_the_quorum_do_not_move_the_clock(
+    shard_bench: Any,
+) -> None:
+    """K − 1 of them report as much as is believed; the honest learners set the clock."""
+    bench = shard_bench("a", "b", "c", "d", fragments=1, period=10, quorum=3)
+    for at in range(1, 6):
+        for liar in "ab":
+            bench.handle(Received(liar, StepReport(STEPS_AHEAD_MAX, 10, 1.0)), float(at))
+        for honest in "cd":
+            bench.step(honest, float(at))
+        assert bench.machine.state.clock == at
+
+
+def test_rule_13_claimed_tokens_do_not_count_with_uniform_weights(shard_bench: Any) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=2, quorum=2, weighting="uniform")
+    for step in (1, 2):
+        bench.handle(Received("a", StepReport(step, 10 * step, 1.0)))
+        bench.handle(Received("b", StepReport(step, TOKENS_AHEAD_MAX, 1.0)))
+    bench.body("a", steps=2, tokens=20)
+    bench.body("b", steps=2, tokens=2**53)
+    folded = bench.machine.state.fragments[0].folded or bench.machine.state.rounds[0].folded
+    assert [(ask.learner, ask.weight) for ask in folded] == [("a", 1.0), ("b", 1.0)]
+
+
 def test_rule_13_tokens_weigh_no_more_than_was_reported(shard_bench: Any) -> None:
     """Rule 13: a contribution's weight counts at most the reported tokens."""
     bench = dishonest(shard_bench)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
+from decoupled_diloco.protocol.coordinator_state import Stopped
 from decoupled_diloco.protocol.messages import (
     Admit,
     AdmitShard,
@@ -28,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     Send,
     ShardHello,
     ShardReady,
+    StopWanted,
     Swept,
     Tick,
     shard_of,
@@ -349,3 +351,39 @@ def test_the_number_of_remembered_processes_is_limited() -> None:
         bench.handle(Connected("shard-1", ShardHello(1, f"n{number}")))
     assert len(bench.machine.state.former[1]) == 16
     assert bench.machine.state.terms[1] == 100
+
+
+def test_a_user_ends_the_run_like_a_budget() -> None:
+    bench = Bench(max_steps=100)
+    bench.handle(StopWanted("a hospital"))
+    assert bench.effects == []
+    assert "has not begun" in bench.machine.why_no_stop
+    bench.begin()
+    assert bench.machine.why_no_stop == ""
+    bench.handle(StopWanted("a hospital"))
+    assert [shard for shard, _ in bench.orders(EndOrdered)] == [0, 1]
+    assert any(isinstance(effect, Persist) for effect in bench.effects)
+    assert [e.text for e in bench.effects if isinstance(e, Note)] == [
+        "a hospital has stopped the run at step 0"
+    ]
+    bench.handle(StopWanted("another"))
+    assert bench.effects == []
+    for shard in range(2):
+        bench.handle(Received(shard_peer(shard), Swept()))
+    assert len(bench.orders(FinishOrdered)) == 2
+
+
+@pytest.mark.parametrize("later", [100, 200])
+def test_a_stopped_run_continues_only_with_another_budget(later: int) -> None:
+    """A coordinator that only restarts ends it; a resume with more steps continues it."""
+    bench = Bench(max_steps=100)
+    bench.begin()
+    bench.handle(StopWanted("a hospital"))
+    again = Bench(max_steps=later)
+    again.machine.restore(bench.machine.snapshot())
+    assert again.machine.state.phase == ("ending" if later == 100 else "running")
+    again.handle(Connected("shard-0", ShardHello(0, "x")))
+    assert len(again.orders(EndOrdered)) == (later == 100)
+    assert again.machine.snapshot().stopped == (
+        Stopped("a hospital", 100, None) if later == 100 else None
+    )

@@ -82,30 +82,64 @@ async def test_a_pass_names_its_viewer_and_cannot_name_another() -> None:
 
 
 async def test_a_query_is_answered_for_the_name_of_its_token() -> None:
-    names: list[tuple[str, ...]] = []
+    answered = []
 
     async def document(query: object) -> Document:
+        answered.append(query)
         return Document(b"everything")
 
     def restrict(proved: tuple[str, ...], path: str, found: Document) -> Document:
-        names.append(proved)
+        if proved == ("hospital-a",) and path == "/whole":
+            raise RequestRefusal(403, "a part only")
         return Document(b"a part") if proved == ("hospital-a",) else found
 
     server = HttpServer(
         tokens=Tokens(principals=TOKENS),
         on_channel=nobody,
-        queries={"/document": document},
+        queries={"/document": document, "/whole": document},
         restrict=restrict,
     )
     await server.start()
     try:
-        answers = []
+        answers: list[bytes | int] = []
         async with aiohttp.ClientSession() as client:
             for token in TOKENS.values():
                 headers = {"Authorization": f"Bearer {token}"}
                 async with client.get(f"{server.address}/document", headers=headers) as answer:
                     answers.append(await answer.read())
+                async with client.get(f"{server.address}/whole", headers=headers) as answer:
+                    answers.append(await answer.read() if answer.status == 200 else answer.status)
     finally:
         await server.stop()
-    assert answers == [b"a part", b"everything"]
-    assert names == [("hospital-a",), ("operator",)]
+    assert answers == [b"a part", 403, b"everything", b"everything"]
+    assert len(answered) == 3, "what is refused does not begin"
+
+
+async def test_an_order_needs_a_post_that_no_website_can_send() -> None:
+    """A browser sends Origin with each POST, and an image of another site is a GET."""
+    given: list[tuple[str, ...]] = []
+
+    async def order(names: tuple[str, ...]) -> Document:
+        given.append(names)
+        return Document(b"done")
+
+    server = HttpServer(
+        tokens=Tokens(principals=TOKENS), on_channel=nobody, orders={"/order": order}
+    )
+    await server.start()
+    try:
+        own = {"Authorization": f"Bearer {TOKENS['hospital-a']}"}
+        statuses = []
+        async with aiohttp.ClientSession(server.address) as client:
+            for method, headers in (
+                ("POST", own),
+                ("GET", own),
+                ("POST", {}),
+                ("POST", {**own, "Origin": "https://other.example"}),
+            ):
+                async with client.request(method, "/order", headers=headers) as answer:
+                    statuses.append(answer.status)
+    finally:
+        await server.stop()
+    assert statuses == [200, 400, 401, 403]
+    assert given == [("hospital-a",)]

@@ -1,14 +1,14 @@
-"""Request a checkpoint of the whole run from a running syncer, and wait for it."""
+"""Send requests to the coordinator of a running syncer: for a checkpoint of the run, or its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast, get_args
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
-from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
+from decoupled_diloco.syncer.coordinator_requests import CHECKPOINT_PATH, STOP_PATH
 from decoupled_diloco.syncer.run_checkpoints import CheckpointAnswer, State
 from decoupled_diloco.tape.sources import TAPE_PATH
 from decoupled_diloco.transport.documents import Document
@@ -32,10 +32,10 @@ def take_checkpoint(
     """
     deadline = time.monotonic() + timeout_seconds
     where = _coordinator_of(address, token, tls)
-    found = _request(where, {}, token, tls)
+    found = _checkpoint(where, {}, token, tls)
     while found.state == "open" and time.monotonic() < deadline:
         time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-        found = _request(where, {"number": str(found.number)}, token, tls)
+        found = _checkpoint(where, {"number": str(found.number)}, token, tls)
     return found
 
 
@@ -47,19 +47,40 @@ def _coordinator_of(address: str, token: str | None, tls: TLSConfig | None) -> t
     return tuple(reached_by(each, address) for each in alternatives(shards[0]))
 
 
-def _request(
+def stop_run(address: str, token: str | None, tls: TLSConfig | None = None) -> None:
+    """End a run in order: each fragment has its closing round, and the result is written.
+
+    Raises:
+        AccessError: The syncer refuses the auth token, or this process may not end the run.
+        ProtocolError: The run cannot be ended, because it has not begun.
+        TransportError: The syncer cannot be reached.
+    """
+    _first_answer(
+        _coordinator_of(address, token, tls),
+        lambda each: fetch(each, STOP_PATH, {}, token, tls, method="POST"),
+    )
+
+
+def _checkpoint(
     addresses: tuple[str, ...], query: Mapping[str, str], token: str | None, tls: TLSConfig | None
 ) -> CheckpointAnswer:
+    return _read(
+        *_first_answer(addresses, lambda each: fetch(each, CHECKPOINT_PATH, query, token, tls))
+    )
+
+
+def _first_answer(
+    addresses: tuple[str, ...], request: Callable[[str], Document]
+) -> tuple[Document, str]:
+    """Return the answer of the first address that can be reached, and this address."""
     failure: TransportError | None = None
     for address in addresses:
         try:
-            document = fetch(address, CHECKPOINT_PATH, query, token, tls)
+            return request(address), address
         except AccessError:
             raise
         except TransportError as error:
             failure = failure or error
-            continue
-        return _read(document, address)
     assert failure is not None, "shard 0 has an address"
     raise failure
 
