@@ -70,7 +70,7 @@ FIRST_BOUND_OF_BUFFERS = 1024.0
 _UNIT_TOLERANCE = 1e-3
 
 NOISE_REACH = 12.0
-"""A sum has room for so many standard deviations of noise: one in 10^32 elements exceeds them."""
+"""Standard deviations of noise for which a sum has room: one in 10^32 elements exceeds them."""
 
 _NORM_ERROR = 2.0**-19
 """The most by which `norm_of` is too small, relative to the norm."""

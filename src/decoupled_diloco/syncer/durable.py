@@ -541,8 +541,10 @@ def _seal(metadata: Mapping[str, str]) -> str:
 def as_tensors(entry: FragmentTensors) -> dict[str, Tensor]:
     """Return a fragment's state as tensors by name."""
     outer = {f"outer.{name}": tensor for name, tensor in entry.outer.state_dict().items()}
-    clip = {"clip": torch.tensor([entry.clip], dtype=torch.float64)} if entry.clip != 1.0 else {}
-    return {"master": entry.master, "published": entry.published, **outer, **clip}
+    state = {"master": entry.master, "published": entry.published, **outer}
+    if entry.clip != 1.0:
+        state["clip"] = torch.tensor([entry.clip], dtype=torch.float64, device="cpu")
+    return state
 
 
 def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor]) -> FragmentTensors:
