@@ -554,7 +554,7 @@ class SumClaim:
 class SumShares:
     """The learner has divided its secrets among its neighbors in the cohort.
 
-    ``shares`` has them, encrypted for each neighbor.
+    ``shares`` are encrypted, each for the neighbor that receives it.
     """
 
     fragment: int

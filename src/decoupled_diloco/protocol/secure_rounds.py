@@ -9,7 +9,7 @@
 ```
 
 A learner answers a request with a *claim* instead of a contribution. When the window is over, the
-learners with claims are the *cohort*: no other learner contributes to this round. They share the
+learners with claims are the *cohort*; no other learner can contribute to this round. They share the
 secrets of their masks and deliver masked contributions. Those whose contributions have arrived are
 the *survivors*, and they open the sum (`privacy.secure_sum` has what is computed).
 
@@ -164,7 +164,7 @@ def _shares(
 ) -> list[SyncerEffect]:
     """Let those that have shared mask their contributions."""
     least = _least(options, round, secure)
-    members, may_answer = (_open(state, round, names) for names in (secure.answered, round.awaited))
+    members, may_answer = (_open(state, round, each) for each in (secure.answered, round.awaited))
     if least <= len(may_answer) > len(members) and secure.is_patient:
         return []
     if len(members) < least:
