@@ -7,7 +7,7 @@ from pathlib import Path
 from fuzz.file_targets import of_files
 from fuzz.harness import Target
 from fuzz.sockets import of_sockets
-from fuzz.sums import of_sums
+from fuzz.sum_texts import of_sums
 from fuzz.words import of_wire
 
 

@@ -572,9 +572,9 @@ def settle_round(
     # From here on, arrivals belong to the next round.
     round.folded = state.fragments[round.fragment].take_folded()
     weights = [(ask.party, ask.weight) for ask in round.folded]
-    # A secure sum has the weights of its cohort, which its learners have limited.
-    quotas = () if options.secure else options.quotas
-    limited = factors(quotas, weights)  # break: factors-not-ordered
+    limited: tuple[tuple[str, float], ...] = ()
+    if not options.secure:  # otherwise its learners have limited the weights of their cohort
+        limited = factors(options.quotas, weights)  # break: factors-not-ordered
     why = round.close_reason
     if limited:
         why = f"{why}; " + ", ".join(f"{name}'s weight times {by:.3g}" for name, by in limited)
