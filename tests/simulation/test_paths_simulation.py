@@ -24,8 +24,8 @@ PACKAGE = Path(decoupled_diloco.__file__).parent
 ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
 BASE = ("runtime", "workloads", "units.py", "errors.py")  # used everywhere, or by the user's code
 
-ALL_FILES_OF_A_FRAGMENT = 75
-ALL_FILES_OF_A_JOIN = 106
+ALL_FILES_OF_A_FRAGMENT = 78
+ALL_FILES_OF_A_JOIN = 109
 
 
 def entered(action: Callable[[], object]) -> set[str]:

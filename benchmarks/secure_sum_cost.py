@@ -4,7 +4,7 @@ Each learner and the shard compute what they do in a round for one fragment, one
 one core. A dropout happens at a random step: before the shares, before the payload, or before the
 opening. A repetition has other dropouts.
 
-    python benchmarks/secure_sums.py --repeats 5
+    python benchmarks/secure_sum_cost.py --repeats 5
 """
 
 from __future__ import annotations
