@@ -89,7 +89,7 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
     ),
     dd.Device: (
         *("model", "syncer", "name", "checkpoint", "auth_token", "tls", "optimizer", "timeouts"),
-        "observability",
+        *("observability", "party"),
     ),
     dd.Learner.step: ("self", "loss", "tokens"),
     dd.Device.step: ("self", "loss", "tokens"),
