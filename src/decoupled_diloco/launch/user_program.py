@@ -130,10 +130,11 @@ def launched(
 
 def _own_parties(config: RunConfig, path: Path) -> Path | None:
     """Write the parties of this machine's settings for a user's program; `None`: it has none."""
-    if not config.privacy.members:
+    parties = config.privacy.agreed
+    if parties is None:
         return None
     path.parent.mkdir(exist_ok=True)
-    write_text(path, dump_tables({"parties": config.privacy.model_dump(mode="json")["members"]}))
+    write_text(path, dump_tables(parties.model_dump(mode="json", exclude_none=True)))
     return path
 
 

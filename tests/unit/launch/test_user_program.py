@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.parties import Parties, load_parties
+from decoupled_diloco.config.signing_keys import PublicKey
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.termination import INTERRUPTED
-from decoupled_diloco.launch.user_program import require_commands
+from decoupled_diloco.launch.user_program import launched, require_commands
 
 
 def config(*command: str) -> RunConfig:
@@ -120,3 +122,24 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_program_receives_all_that_the_parties_have_agreed_on(tmp_path: Path) -> None:
+    keys = [str(PublicKey(bytes([number]) * 32)) for number in range(3)]
+    members = [{"name": n, "learners": [f"{n}-*"], "key": keys[i]} for i, n in enumerate("ab")]
+    agreed = Parties(parties=members, syncer_key=keys[2], least_parties=2)
+    secure = {"secure_sums": True, "least_parties": 2, "syncer_key": keys[2]}
+    found = launched(
+        RunConfig(
+            run={"max_steps": 9, "learners": 2},
+            learner={"command": ["true"]},
+            privacy={"members": members, **secure},
+        ),
+        0,
+        syncer=("http://a:1",),
+        folder=tmp_path,
+        token_file=None,
+        shared=None,
+        tls=None,
+    )
+    assert load_parties(found.parties).digest == agreed.digest
