@@ -45,8 +45,8 @@ def completed(sums: SecureSum, late: str = "") -> SecureSum:
 def shifted(change: dict[bytes, Integers], original: Mask) -> Mask:
     """Return the streams of masks, with some of them shifted.
 
-    The stream of a secret that nobody else knows cannot be told from uniform integers. Uniform
-    integers that are shifted are uniform, so a run with shifted masks has the same distribution.
+    Without the secret, its stream is indistinguishable from uniform integers. A shift leaves
+    uniform integers uniform, so a run with shifted masks has the same distribution.
     """
 
     def mask(secret: bytes, elements: int, scalars: int) -> Integers:

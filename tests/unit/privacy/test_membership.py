@@ -56,7 +56,10 @@ def published(z: float, target: Tensor | None) -> Tensor:
 def scores(
     z: float, target: Tensor | None, direction: Tensor
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """What an attacker sees who knows all but whether the learner took part: the best statistic."""
+    """Return the attacker's best statistic for each trial.
+
+    The attacker knows everything except whether the learner took part.
+    """
     return np.array([float(published(z, target) @ direction) for _ in range(TRIALS)])
 
 

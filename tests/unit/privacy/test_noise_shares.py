@@ -1,4 +1,4 @@
-"""An opened sum has the noise that was promised, whoever drops out (rules 24 and 25)."""
+"""An opened sum has the promised noise, whichever learners drop out (rules 24 and 25)."""
 
 from __future__ import annotations
 

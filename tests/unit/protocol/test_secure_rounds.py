@@ -67,7 +67,7 @@ class Sum:
 
     @property
     def step(self) -> tuple[str, list[str]] | None:
-        """The step that the last event passed on, and to whom."""
+        """The step that the last event passed on, and the members that received it."""
         orders = self.bench.orders(PassOn)
         if not orders:
             return None

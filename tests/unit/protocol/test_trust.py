@@ -278,7 +278,7 @@ def test_fewer_than_half_of_the_learners_are_excluded(shard_bench: Any) -> None:
         {**HARMFUL, "bad": float("nan")},
         {"a": -1.0, "b": -0.1, "c": -2.0, "bad": 1.0},
         {"a": 1.0, "b": 0.2, "c": 3.0, "bad": -1.0},
-        {"a": 1.0, "b": 1.0, "nobody": 1.0},
+        {"a": 1.0, "b": 1.0, "stranger": 1.0},
     ],
     ids=["two learners", "not finite", "the median does not help", "chance", "an unknown learner"],
 )

@@ -24,7 +24,7 @@ class Wall:
         return self.seconds
 
 
-async def nobody(channel: Channel) -> None:
+async def no_channel(channel: Channel) -> None:
     """Handle no channel; no learner connects."""
 
 
@@ -35,7 +35,7 @@ async def served(
     access = Access(tokens, wall or Wall())
     feed_of = None if feed is None else lambda names: feed
     site = Site(access, feed_of, first, lambda: {"how": "stopped", "step": 0, "folder": "run"})
-    server = HttpServer(tokens=tokens, on_channel=nobody, website=site)
+    server = HttpServer(tokens=tokens, on_channel=no_channel, website=site)
     await server.start()
     try:
         yield server.address

@@ -17,7 +17,7 @@ from decoupled_diloco.tape.sources import TAPE_PATH
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
-from unit.show.served import browser, nobody, quiet
+from unit.show.served import browser, no_channel, quiet
 
 TOKENS = {"hospital-a": "secret of a", "operator": "secret of the operator"}
 
@@ -60,7 +60,7 @@ async def test_a_pass_names_its_viewer_and_cannot_name_another() -> None:
     feeds = [quiet()]
     tokens = Tokens(principals=TOKENS)
     site = Site(Access(tokens), feed_of, "http://h:1", lambda: {"how": "stopped"})
-    server = HttpServer(tokens=tokens, on_channel=nobody, website=site)
+    server = HttpServer(tokens=tokens, on_channel=no_channel, website=site)
     await server.start()
     try:
         async with browser() as client:
@@ -95,7 +95,7 @@ async def test_a_query_is_answered_for_the_name_of_its_token() -> None:
 
     server = HttpServer(
         tokens=Tokens(principals=TOKENS),
-        on_channel=nobody,
+        on_channel=no_channel,
         queries={"/document": document, "/whole": document},
         restrict=restrict,
     )
@@ -124,7 +124,7 @@ async def test_an_order_needs_a_post_that_no_website_can_send() -> None:
         return Document(b"done")
 
     server = HttpServer(
-        tokens=Tokens(principals=TOKENS), on_channel=nobody, orders={"/order": order}
+        tokens=Tokens(principals=TOKENS), on_channel=no_channel, orders={"/order": order}
     )
     await server.start()
     try:

@@ -25,7 +25,7 @@ PARTIES = Parties(
 
 
 class Coordinator:
-    """Notes who ends the run."""
+    """Records which process ends the run."""
 
     def __init__(self, problem: str = "") -> None:
         self.problem, self.stopped = problem, list[str]()
