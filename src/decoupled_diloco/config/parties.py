@@ -21,7 +21,7 @@ from decoupled_diloco.config.settings import NAME, Settings
 from decoupled_diloco.config.signing_keys import PublicKey, SigningKey, load_signing_key
 from decoupled_diloco.config.toml_tables import read_tables
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.quotas import matches
+from decoupled_diloco.protocol.quotas import is_one_of, matches
 
 _PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\*?")
 
@@ -70,12 +70,12 @@ class PartySettings(Settings):
     sees: Literal["own", "all"] = "own"
     """Whose learners the party sees on the live page and in `ddiloco status`: its own, or all."""
 
-    def has(self, learner: str) -> bool:
-        """Whether a learner is of this party."""
-        return any(matches(pattern, learner) for pattern in self.learners)
-
     may_stop: bool = False
     """Whether the party may end the run with `ddiloco stop URL`. The operator always may."""
+
+    def has(self, learner: str) -> bool:
+        """Whether a learner is of this party."""
+        return is_one_of(self.learners, learner)
 
     @model_validator(mode="after")
     def _check(self) -> PartySettings:

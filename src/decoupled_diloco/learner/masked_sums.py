@@ -196,14 +196,12 @@ class MaskedSums:
             private = mechanism is not None
             integers = quantize(form, segments, d, base, share, cohort.bounds, private=private)
             if mechanism is not None:
-                mechanism.add_share_(
-                    integers.elements, form.one, cohort.needed, runtime().random_bytes
-                )
-            if mechanism is not None and mechanism.adaptive is not None:
-                within = norm_of(d) <= cohort.bounds[0]
-                integers.scalars[1] = mechanism.count_share(
-                    within, d.numel(), cohort.needed, runtime().random_bytes
-                )
+                needed, random = cohort.needed, runtime().random_bytes
+                mechanism.add_share_(integers.elements, form.one, needed, random)
+                if mechanism.adaptive is not None:
+                    within = norm_of(d) <= cohort.bounds[0]
+                    count = mechanism.count_share(within, d.numel(), needed, random)
+                    integers.scalars[1] = count
             return write(form, found.member.mask(read_shares(text), integers))
 
         return await self._here.in_worker(masked)

@@ -125,11 +125,6 @@ class FixedPoint:
         """The integer that stands for 1."""
         return int((1 << (self.bits - 1)) - 1)
 
-    @property
-    def name(self) -> str:
-        """The name of the format, where others have a codec's name."""
-        return f"fixed{self.bits}"
-
     def scalars(self, segments: Sequence[Segment]) -> int:
         """Return F, the number of scalars of a fragment with these segments."""
         return 1 + len(segments) + 2 * len(_buffers(segments))

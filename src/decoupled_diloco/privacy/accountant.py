@@ -20,8 +20,9 @@ different fragments are ordered. So each shard can enforce its share of the limi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from math import exp, log, log1p, sqrt
+from math import exp, inf, log, log1p, sqrt
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.errors import ConfigError
@@ -85,31 +86,37 @@ def epsilon_spent(noise_multiplier: float, periods: int, delta: float, *, discre
     """
     if periods == 0 or _delta(noise_multiplier, periods, 0.0, discrete) <= delta:
         return 0.0
-    low, high = 0.0, 1.0
-    while _delta(noise_multiplier, periods, high, discrete) > delta:
-        low, high = high, 2 * high
-        if high > EPSILON_MAX:
-            return float("inf")
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        if _delta(noise_multiplier, periods, middle, discrete) > delta:
-            low = middle
-        else:
-            high = middle
-    return high
+    return _least(
+        lambda epsilon: _delta(noise_multiplier, periods, epsilon, discrete) <= delta,
+        PRECISION,
+        EPSILON_MAX,
+    )
 
 
 def noise_multiplier_for(periods: int, epsilon: float, delta: float, *, discrete: bool) -> float:
     """Return the smallest z with which a number of periods cost at most ε, to three digits."""
+    return _least(lambda z: _delta(z, periods, epsilon, discrete) <= delta, 1e-3)
+
+
+def _least(is_enough: Callable[[float], bool], precision: float, most: float = inf) -> float:
+    """Return the least number > 0 that is enough, rounded up; infinity if it exceeds `most`.
+
+    Args:
+        is_enough: Whether a number is; so is every greater one.
+        precision: Relative error of the result, upward.
+        most: The largest result.
+    """
     low, high = 0.0, 1.0
-    while _delta(high, periods, epsilon, discrete) > delta:
+    while not is_enough(high):
         low, high = high, 2 * high
-    while high - low > 1e-3 * high:
+        if high > most:
+            return inf
+    while high - low > precision * high:
         middle = (low + high) / 2
-        if _delta(middle, periods, epsilon, discrete) > delta:
-            low = middle
-        else:
+        if is_enough(middle):
             high = middle
+        else:
+            low = middle
     return high
 
 

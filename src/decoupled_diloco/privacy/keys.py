@@ -24,7 +24,7 @@ SECRET_BYTES = 32
 PRIME = 2**256 + 297
 """The smallest prime above 2^256."""
 
-_SHARE_BYTES = 33
+SHARE_BYTES = 33
 
 _CHUNK = 1 << 18
 """Bytes that fit into a core's own cache."""
@@ -156,7 +156,7 @@ def split(secret: bytes, holders: int, threshold: int, draw: Draw) -> list[bytes
         value = 0
         for coefficient in reversed(coefficients):
             value = (value * holder + coefficient) % PRIME
-        shares.append(value.to_bytes(_SHARE_BYTES, "big"))
+        shares.append(value.to_bytes(SHARE_BYTES, "big"))
     return shares
 
 

@@ -35,6 +35,7 @@ from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge.fixed_point import Integers
 from decoupled_diloco.privacy.keys import (
     SECRET_BYTES,
+    SHARE_BYTES,
     Draw,
     KeyPair,
     coefficients_at_zero,
@@ -61,8 +62,6 @@ _PRIVATE = 2.0**-40
 
 TOKENS_FACTOR = 32.0
 """A member's tokens per step count up to this multiple of the cohort's (lower) median."""
-
-SHARE_BYTES = 33
 
 SIGNATURE_BYTES = 64
 

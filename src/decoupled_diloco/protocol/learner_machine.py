@@ -570,10 +570,8 @@ class LearnerMachine:
                 return self._pulled(message)
             case SumStep(fragment, ask, step):
                 sent = self._sent(fragment, ask)
-                if sent is None or sent.failed:
+                if sent is None or sent.failed or sent.burnt:
                     return []  # its outcome was abandoned meanwhile
-                if sent.burnt:
-                    return []
                 sent.opened |= step == "open"
                 return [TakeStep(shard, fragment, ask, step, "its shard is ready for this step")]
             case Outcome():

@@ -44,7 +44,7 @@ class Quota:
 
     def has(self, learner: str) -> bool:
         """Whether a learner is of this party."""
-        return any(matches(name, learner) for name in self.learners)
+        return is_one_of(self.learners, learner)
 
 
 def matches(pattern: str, learner: str) -> bool:
@@ -52,6 +52,11 @@ def matches(pattern: str, learner: str) -> bool:
     if pattern.endswith("*"):
         return learner.startswith(pattern[:-1])
     return learner == pattern
+
+
+def is_one_of(patterns: Iterable[str], learner: str) -> bool:
+    """Whether a name matches one of these patterns."""
+    return any(matches(pattern, learner) for pattern in patterns)
 
 
 def weight_of(weighting: Weighting, steps: float, tokens: float, discount: float) -> float:

@@ -79,11 +79,8 @@ class SecureSums:
         asked = None if entry is None else entry.asks.get(learner)
         if isinstance(message, messages.SumClaim):
             # Only an answer to the learner's own open request is kept, so memory is bounded.
-            if (
-                asked is not None
-                and asked.name == message.ask
-                and min(message.steps, message.tokens)
-            ):
+            is_own = asked is not None and asked.name == message.ask
+            if is_own and min(message.steps, message.tokens):
                 found = self._sums.setdefault(message.fragment, SumInProgress())
                 claim = read_claim(learner, message.steps, message.tokens, message.keys)
                 if found.cohort is None:  # a later claim would not be in it

@@ -13,12 +13,13 @@ import select
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import DilocoError
-from decoupled_diloco.protocol.quotas import Quota
+from decoupled_diloco.protocol.quotas import is_one_of
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.show.page.document import PageChanges, state_of_page
 from decoupled_diloco.show.page.history import PageHistory
@@ -153,8 +154,7 @@ def main() -> None:
     party = given.get("party")
     restricted = None
     if party is not None:
-        quota = Quota("", tuple(party["own"]))
-        restricted = RestrictedTape(quota.has, party["learners"])
+        restricted = RestrictedTape(partial(is_one_of, party["own"]), party["learners"])
     fold = LiveFold(places, sys.stdout.buffer, restricted)
     while True:
         fold.poll()
