@@ -65,6 +65,13 @@ class Sum:
         for learner in learners:
             self.bench.handle(Received(learner, SumOpening(0, self.asks[learner])))
 
+    def complete(self, *learners: str) -> Merge:
+        """Take all steps with the same learners, and return the order to merge."""
+        for step in (self.claim, self.share, self.deliver, self.answer):
+            step(*learners)
+        (merge,) = self.bench.orders(Merge)
+        return merge
+
     @property
     def step(self) -> tuple[str, list[str]] | None:
         """The step that the last event passed on, and the members that received it."""
@@ -234,11 +241,7 @@ def test_rule_24_no_member_is_asked_outside_of_the_round(begin: Any) -> None:
 
 def test_rule_24_a_merge_that_fails_is_repeated_from_the_start(begin: Any) -> None:
     sums = begin("a", "b")
-    sums.claim("a", "b")
-    sums.share("a", "b")
-    sums.deliver("a", "b")
-    sums.answer("a", "b")
-    (merge,) = sums.bench.orders(Merge)
+    merge = sums.complete("a", "b")
     sums.bench.handle(Failed(merge, "a mask is left in it"))
     assert outcomes(sums.bench) == [("a", "abandoned"), ("b", "abandoned")]
     tick_at(sums.bench, sums.bench.now + 1.1)
@@ -290,11 +293,7 @@ def test_rule_24_a_relay_forgets_the_contributions_to_an_abandoned_sum(shard_ben
 
 def test_outcomes_are_sent_for_each_ask(begin: Any) -> None:
     sums = begin("a", "b")
-    sums.claim("a", "b")
-    sums.share("a", "b")
-    sums.deliver("a", "b")
-    sums.answer("a", "b")
-    (merge,) = sums.bench.orders(Merge)
+    merge = sums.complete("a", "b")
     sums.bench.handle(Done(merge, Made("digest")))
     assert {m.ask for m in sums.bench.messages(Outcome)} == set(sums.asks.values())
 
