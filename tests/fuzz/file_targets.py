@@ -252,6 +252,7 @@ def _sealed(rng: random.Random, samples: Sequence[bytes]) -> bytes:
 
 def _audit_trail(run: Path, here: Path) -> Target:
     """Return a target for a trail whose signer is hostile, and for one that was changed."""
+    run = Path(shutil.copytree(run, here / "audited"))  # other targets damage the files of the run
     key = create_signing_key(here / "audit.key")
     trail = AuditTrail(here, 0, key, journals=here / "none", about={"run": "r"})
     for counter in range(1, 4):

@@ -117,6 +117,17 @@ def test_a_changed_payload_is_named(run: Path) -> None:
     assert "has another digest than its record" in problem
 
 
+def test_weights_that_cannot_be_read_are_named_and_the_rest_is_audited(run: Path) -> None:
+    path = run / "checkpoints" / "shard-0.safetensors"
+    body = bytearray(path.read_bytes())
+    body[100] ^= 0xFF
+    path.write_bytes(body)
+    found = only(audit_run(run))
+    (problem,) = found.problems
+    assert problem.startswith(f"the weights cannot be compared: {path} is torn")
+    assert found.compared["payloads"] == len(found.contributions)
+
+
 def test_the_key_must_be_the_one_that_the_parties_agreed_on(run: Path, tmp_path: Path) -> None:
     other = create_signing_key(tmp_path / "other.key").public
     found = only(audit_run(run, Parties(parties=MEMBERS, syncer_key=other)))

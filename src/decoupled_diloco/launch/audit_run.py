@@ -19,7 +19,7 @@ from decoupled_diloco.config.method import options_of, plan_of
 from decoupled_diloco.config.parties import Parties
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.config.signing_keys import PublicKey
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import body_digest, values_digest
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking, Done, Made
@@ -306,6 +306,12 @@ def _compare_digests(
     theirs: Iterable[tuple[int, str, str]],
 ) -> None:
     agree = 0
+    try:
+        theirs = list(theirs)
+    except StorageError as error:
+        # The other records are still worth an answer.
+        found.problems.append(f"the {what} cannot be compared: {error}")
+        return
     # A shard that restarts gives its newest copy the next term's name, with the same counter.
     renamed = {(place[0], record["digest"]) for place, record in records.items()}
     for fragment, version, digest in theirs:
