@@ -59,6 +59,32 @@ class ReplayOptions(CommandOptions):
             "recorded its payloads.",
         ),
     ] = None
+    without: Annotated[
+        str,
+        typer.Option(
+            metavar="LEARNER",
+            help="Also compute the weights as they would be without this learner's contributions, "
+            "and write them to a file. It needs recorded payloads.",
+        ),
+    ] = ""
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            min=0,
+            metavar="STEP",
+            help="With --without: leave out only contributions since this global step. Default: "
+            "all.",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --without: the file to write. Default: "
+            "RUN/weights-without-LEARNER.safetensors.",
+        ),
+    ] = None
 
 
 @command(ReplayOptions)
@@ -66,7 +92,7 @@ def replay(options: ReplayOptions) -> None:
     """Replay a run: feed its events to new state machines and compare their orders.
 
     With syncer.record_payloads, replay also computes every published version again and compares it
-    bit by bit.
+    bit by bit. --without writes the weights as they would be without one learner.
 
     Exit code 1: orders or bits differ, or the two runs of --diff differ.
     """
@@ -77,6 +103,9 @@ def replay(options: ReplayOptions) -> None:
         folder_of(chosen_run(options.run, "ddiloco replay runs/quickstart")),
         options.until_seconds,
     )
+    for given, option in ((options.from_step, "--from"), (options.output, "--output")):
+        if given is not None and not options.without:
+            fail(f"{option} has no effect without --without: name the learner to leave out")
     console = make_console()
     if (run / RUN_FILE).is_file():
         load_config(run / RUN_FILE)  # imports the modules with the methods that it names
@@ -89,9 +118,11 @@ def replay(options: ReplayOptions) -> None:
         )
     _show(results, console)
     different = any(result.differences for result in results)
-    check = options.check_weights
+    check = True if options.without else options.check_weights
     if check or (check is None and (run / PAYLOADS).is_dir()):
-        different = not _weights_replay(required=bool(check))(run, until, console) or different
+        shown = _weights_replay(required=bool(check))
+        without = (options.without, options.from_step or 0, options.output)
+        different = not shown(run, until, console, *without) or different
     if options.diff is not None:
         parted = divergences(run, options.diff)
         _show_divergences(parted, options.diff, console)
@@ -99,16 +130,16 @@ def replay(options: ReplayOptions) -> None:
     exit_with(1 if different else 0)
 
 
-def _weights_replay(*, required: bool) -> Callable[[Path, float | None, SteadyConsole], bool]:
+def _weights_replay(*, required: bool) -> Callable[..., bool]:
     """Return a function that computes and prints a run's weights, and returns whether all agree."""
     for entry in entry_points(group=GROUP, name="weights"):
-        found: Callable[[Path, float | None, SteadyConsole], bool] = entry.load()
+        found: Callable[..., bool] = entry.load()
         return found
     lacking = f"the weights are not checked: {HOW.format('lab')}"
     if required:
         fail(lacking)
 
-    def none(run: Path, until: float | None, console: SteadyConsole) -> bool:
+    def none(run: Path, until: float | None, console: SteadyConsole, *_: object) -> bool:
         console.print(f"note: {lacking}")
         return True
 

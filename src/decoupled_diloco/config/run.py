@@ -874,11 +874,15 @@ class RunConfig(Settings):
                 f"act={act!r} in [trust] needs the built-in evaluator, which scores the learners: "
                 "set evaluator=true in [run] without evaluate_command, or leave act out"
             )
-        if self.privacy.secure_sums:
-            raise ConfigError(
-                f"act={act!r} in [trust] cannot be combined with secure_sums=true in [privacy], "
-                "because a score needs single contributions: leave one of them out"
-            )
+        for used, what in (
+            (self.privacy.secure_sums, "secure_sums=true in [privacy]"),
+            (self.privacy.dp is not None, "[privacy.dp]"),
+        ):
+            if used:
+                raise ConfigError(
+                    f"act={act!r} in [trust] cannot be combined with {what}, because a score needs "
+                    "single contributions: leave one of them out"
+                )
         if self.sites:
             raise ConfigError(
                 f"act={act!r} in [trust] cannot be combined with [[sites]], because a relay sends "

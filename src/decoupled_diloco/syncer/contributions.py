@@ -228,6 +228,10 @@ class Contributions:
             _sums_of(whole).combine(_sums_of(other))
         return whole
 
+    def has_folded(self, fragment: int) -> bool:
+        """Whether a merge of the fragment would have a contribution."""
+        return fragment in self._accumulators
+
     def reported(self, fragment: int, ask: Asking, norm: float) -> None:
         """Note the norm that a relay has reported of a contribution."""
         _keep(self._norms, (fragment, ask), norm)

@@ -67,6 +67,23 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "evaluator=true in [run] without evaluate_command, or leave act out",
     ),
     (
+        {
+            "trust": {"act": "show"},
+            "run": {"max_steps": 100, "learners": 4},
+            "sync": {
+                "merge": {
+                    "rule": "mean", "weighting": "uniform",
+                    "norm_gate": 0, "buffers": "local",
+                }
+            },
+            "privacy": {
+                "dp": {"clip": 1.0, "noise_multiplier": 2.0, "epsilon_max": 50.0, "delta": 1e-3}
+            },
+        },
+        "act='show' in [trust] cannot be combined with [privacy.dp], because a score needs single "
+        "contributions: leave one of them out",
+    ),
+    (
         {**sites({"name": "a", "learners": [0]}), "trust": {"act": "show"}},
         "act='show' in [trust] cannot be combined with [[sites]], because a relay sends sums and "
         "not single contributions: leave one of them out",

@@ -7,6 +7,11 @@ of every published version is compared with the one that the shard broadcast.
 A restarted shard continues from the state computed here. The state that it recovered from its disk
 is among the payloads and must be equal. If a killed process took the last half second of its tape
 with it, the recovered state replaces the computed one.
+
+`weights_without` computes the weights as they would be without one learner, from the same orders.
+Its contributions are not folded, and the outer optimizer runs over what remains. A merge without
+any other contribution changes nothing. Weights that a shard recovered, or received from a learner,
+are replaced by those computed here.
 """
 
 from __future__ import annotations
@@ -19,16 +24,17 @@ from typing import Any
 
 import torch
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of, plan_of, read_settings
-from decoupled_diloco.errors import MergeError, ProtocolError, StorageError
+from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, StorageError
 from decoupled_diloco.merge import body_digest, values_digest
-from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking, Done, Failed, Made, Version, WeightsLoaded
-from decoupled_diloco.storage.weight_files import load_weights
+from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.syncer.durable import as_tensors
 from decoupled_diloco.syncer.payload_archive import PAYLOADS, read_body, read_layout, read_recovered
-from decoupled_diloco.syncer.result import share_file
+from decoupled_diloco.syncer.result import by_name, share_file
 from decoupled_diloco.syncer.shard_tensors import FragmentTensors, OuterStep, ShardTensors
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.records import Record
@@ -64,6 +70,39 @@ class WeightsReplay:
     final: str = "none"
 
 
+@dataclass(frozen=True)
+class Without:
+    """A learner whose contributions are left out.
+
+    Attributes:
+        learner: Its name.
+        from_step: Contributions that a shard received before its clock reached this global step
+            remain.
+    """
+
+    learner: str
+    from_step: int = 0
+
+
+@dataclass
+class WeightsWithout:
+    """The weights without a learner.
+
+    Attributes:
+        file: The file with the weights, under the model's names.
+        left_out: Number of contributions that were left out.
+        remaining: Number of contributions that were merged.
+        unchanged: Number of merges that had no other contribution, so that nothing changed.
+        notes: Descriptions of what could not be computed exactly.
+    """
+
+    file: Path
+    left_out: int = 0
+    remaining: int = 0
+    unchanged: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
 def replay_weights(run: Path, until_seconds: float | None = None) -> list[WeightsReplay]:
     """Compute the weights of every shard of a run again.
 
@@ -75,25 +114,77 @@ def replay_weights(run: Path, until_seconds: float | None = None) -> list[Weight
         StorageError: There are no payloads, or one of them is torn.
         ProtocolError: The tape has another schema version.
     """
-    if not (run / PAYLOADS).is_dir():
-        raise StorageError(
-            f"{run / PAYLOADS} does not exist: only a run with syncer.record_payloads = true "
-            "records the payloads that a replay of its weights needs"
+    shards = _replayed(run, until_seconds)
+    for shard in shards:
+        shard.end(whole=until_seconds is None)
+    return [shard.result for shard in shards]
+
+
+def weights_without(
+    run: Path, without: Without, file: Path, until_seconds: float | None = None
+) -> WeightsWithout:
+    """Compute a run's weights as they would be without a learner, and write them.
+
+    Args:
+        run: The run folder.
+        without: The learner, and since when it is left out.
+        file: The file to write, safetensors.
+        until_seconds: Stop this many seconds after the run's first record.
+
+    Raises:
+        ConfigError: The learner did not contribute to this run, or single contributions are not
+            known: with relays, limited shares of parties, secure sums or differential privacy.
+        StorageError: There are no payloads, or one that is needed is missing, torn or corrupted.
+        ProtocolError: The tape has another schema version.
+    """
+    shards = _replayed(run, until_seconds, without)
+    known = sorted({learner for shard in shards for learner in shard.learners})
+    if without.learner not in known:
+        raise ConfigError(
+            f"learner {without.learner!r} sent no contribution in {run}: choose one of "
+            f"{', '.join(known) or 'none'}"
         )
+    found = WeightsWithout(file)
+    copies: dict[int, torch.Tensor] = {}
+    for shard in shards:
+        copies |= shard.copies()
+        found.left_out += shard.left_out
+        found.remaining += shard.folded
+        found.unchanged += shard.unchanged
+        found.notes += [f"{shard.result.process}: {note}" for note in shard.result.notes]
+    plan = shards[0].plan
+    missing = sorted(set(range(len(plan.fragments))) - copies.keys())
+    if missing:
+        why = "; ".join(found.notes[:1]) or "the tapes of their shards are not here"
+        raise StorageError(f"the weights of fragments {missing} cannot be computed: {why}")
+    step = {"without": without.learner, "from_step": str(without.from_step)}
+    save_weights(file, by_name(plan, copies), step)
+    return found
+
+
+def _replayed(
+    run: Path, until_seconds: float | None, without: Without | None = None
+) -> list[_Shard]:
     lives: dict[int, list[list[Record]]] = {}
     for _, records in by_process(TapeReader(run), until_seconds, samples=True):
         header = records[0].data["header"]
         if header["machine"] == "shard":
             lives.setdefault(header["shard"], []).extend(_lives(records))
-    results = []
+            if without is not None:
+                _require_single_contributions(read_settings(header["settings"]))
+    if not (run / PAYLOADS).is_dir():
+        raise StorageError(
+            f"{run / PAYLOADS} does not exist: only a run with syncer.record_payloads = true, or "
+            "with scores in [trust], records the payloads that a replay of its weights needs"
+        )
+    shards = []
     for number in sorted(lives):
-        shard = _Shard(run, number)
+        shard = _Shard(run, number, without)
         for life in sorted(lives[number], key=lambda records: records[0].wall):
             for record in life:
                 shard.take(record)
-        shard.end(whole=until_seconds is None)
-        results.append(shard.result)
-    return results
+        shards.append(shard)
+    return shards
 
 
 def _lives(records: list[Record]) -> list[list[Record]]:
@@ -109,8 +200,11 @@ def _lives(records: list[Record]) -> list[list[Record]]:
 class _Shard:
     """One shard's tensors, through all its incarnations, also those of its standby."""
 
-    def __init__(self, run: Path, shard: int) -> None:
+    def __init__(self, run: Path, shard: int, without: Without | None = None) -> None:
         self.result = WeightsReplay(f"shard-{shard}")
+        self.learners: set[str] = set()
+        self.left_out = self.folded = self.unchanged = 0
+        self._without, self._clock = without, 0
         self._run, self._shard = run, shard
         self._folder = run / PAYLOADS / f"shard-{shard}"
         self._layout = read_layout(self._folder)
@@ -164,7 +258,9 @@ class _Shard:
             case Done(messages.Merge(number, fragment), Made(text)):
                 self._merged(number, fragment, text)
             case Failed(messages.Merge(number, fragment)):
-                self._merging.pop(number, None)
+                failed = self._merging.pop(number, None)
+                if failed is not None:
+                    self._states[fragment].pop(failed[0].version, None)
                 self._lost.discard(fragment)
 
     def _arrived(self, event: messages.BodyArrived) -> None:
@@ -209,6 +305,9 @@ class _Shard:
         for durable in self._recovered:
             fragment, version = durable.fragment, durable.version
             ours = self._states.get(fragment, {}).get(version)
+            if self._without is not None:
+                self._recover_without(fragment, version)
+                continue
             if ours is not None and values_digest(ours.published) != durable.digest:
                 ours = None  # another merge got this version, and its record died with the process
             theirs = kept.get(fragment)
@@ -228,6 +327,34 @@ class _Shard:
                 self._tensors.fragments[fragment] = entry
         self._recovered = ()
 
+    def _recover_without(self, fragment: int, version: Version) -> None:
+        """Continue from the state computed here, because the recovered one has the learner."""
+        states = self._states.get(fragment, {})
+        if version not in states and states:
+            self.result.notes.append(
+                f"the merge of version {version} of fragment {fragment} is not on the tape, because"
+                " its process was killed: it is left out as a whole"
+            )
+        if states:
+            self._tensors.fragments[fragment] = states.get(version) or states[list(states)[-1]]
+        else:
+            self._forget(fragment, f"the tape has no version before {version}")
+
+    def _install(self, order: messages.Install) -> None:
+        """Install a copy that was received; without a learner, the same version computed here."""
+        tensors, fragment = self._tensors, order.fragment
+        before = tensors.fragments.get(fragment)
+        tensors.install_received(fragment, order.digest)
+        states = self._states.get(fragment, {})
+        if self._without is not None and states and tensors.fragments.get(fragment) is not before:
+            # The shard lost its disk, so a learner's copy with the same counter replaced its own.
+            ours = [e for v, e in states.items() if v.counter == order.version.counter]
+            if ours:
+                tensors.install(fragment, ours[-1].published)
+            else:
+                self._forget(fragment, f"version {order.version}, a learner's copy, is unknown")
+        self._remember(fragment, order.version)
+
     def _forget(self, fragment: int, problem: str) -> None:
         self.result.notes.append(f"fragment {fragment} cannot be computed from here: {problem}")
         self._tensors.fragments.pop(fragment, None)
@@ -240,22 +367,42 @@ class _Shard:
                 self._bodies[order.learner, order.fragment, order.ask] = order
             case messages.ExpectCopy():
                 self._copies[order.learner, order.fragment, order.attempt] = order
-            case messages.Fold(fragment, _, ask, steps, tokens, _, scale, discount, _, party):
-                if ask in self._lost_bodies:
+            case messages.RoundOpened():
+                self._clock = max(self._clock, order.tick)
+            case messages.Fold(fragment, learner, ask, steps, tokens, _, scale, discount, _, party):
+                self.learners.add(learner)
+                if self._leaves_out(order):
+                    tensors.drop(fragment, ask)
+                    self.left_out += 1
+                elif ask in self._lost_bodies:
                     self._lost.add(fragment)
                 else:
                     tensors.fold(fragment, ask, steps, tokens, scale, discount, party)
+                    self.folded += 1
             case messages.Drop(fragment, ask=ask):
                 tensors.drop(fragment, ask)
             case messages.Merge():
                 self._merge(order)
-            case messages.Install(fragment, version, digest=digest):
-                tensors.install_received(fragment, digest)
-                self._remember(fragment, version)
+            case messages.Install():
+                self._install(order)
             case messages.Broadcast(messages.Published() as message) | messages.Send(
                 _, messages.Published() as message
             ):
                 self._published(message)
+
+    def _leaves_out(self, fold: messages.Fold) -> bool:
+        if self._without is None:
+            return False
+        for used, what in (
+            (fold.relay, "relays send sums of contributions"),
+            (fold.party, "parties have limited shares"),
+        ):
+            if used:
+                raise ConfigError(
+                    f"the weights without a learner cannot be computed, because {what}: go back "
+                    "to a checkpoint (ddiloco train --resume --checkpoint)"
+                )
+        return fold.learner == self._without.learner and self._clock >= self._without.from_step
 
     def _merge(self, order: messages.Merge) -> None:
         if order.fragment in self._lost and order.fragment not in self._unknown:
@@ -263,6 +410,10 @@ class _Shard:
         self._lost.discard(order.fragment)
         if order.fragment in self._unknown:
             self._tensors.forget_folded(order.fragment)
+            return
+        if self._without is not None and not self._tensors.has_folded(order.fragment):
+            self.unchanged += 1
+            self._remember(order.fragment, order.version)
             return
         try:
             step = self._tensors.prepare(order.fragment, order.factors)
@@ -277,7 +428,7 @@ class _Shard:
         order, step = self._merging.pop(number)
         self._tensors.commit(fragment, step)
         self.result.merges += 1
-        if step.copy.digest != text:
+        if self._without is None and step.copy.digest != text:
             self.result.differences.append(f"version {order.version} of fragment {fragment}")
 
     def _remember(
@@ -293,7 +444,7 @@ class _Shard:
 
     def _published(self, message: messages.Published) -> None:
         place = (message.fragment, message.version)
-        if place in self._seen:
+        if place in self._seen or self._without is not None:
             return
         self._seen.add(place)
         entry = self._tensors.fragments.get(message.fragment)
@@ -304,6 +455,15 @@ class _Shard:
         text = f"version {message.version} of fragment {message.fragment}"
         if values_digest(entry.published) != message.digest and text not in self.result.differences:
             self.result.differences.append(text)
+
+    @property
+    def plan(self) -> MergePlan:
+        """How the run's tensors are divided, encoded and merged."""
+        return self._tensors.plan
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Return the published copies, each fp32 [N]."""
+        return {p: entry.published for p, entry in self._tensors.fragments.items()}
 
     def end(self, *, whole: bool) -> None:
         """Compare the final weights with those that the run wrote."""
@@ -317,6 +477,19 @@ class _Shard:
             for name in ours
         )
         self.result.final = "the same" if same else "others"
+
+
+def _require_single_contributions(config: RunConfig) -> None:
+    """Raise `ConfigError` if single contributions are not visible, or merges have noise."""
+    for used, what in (
+        (config.privacy.secure_sums, "secure_sums=true"),
+        (config.privacy.dp is not None, "[privacy.dp]"),
+    ):
+        if used:
+            raise ConfigError(
+                f"the weights without a learner cannot be computed, because {what} hides what each "
+                "one contributed: go back to a checkpoint (ddiloco train --resume --checkpoint)"
+            )
 
 
 def _same(left: FragmentTensors, right: FragmentTensors) -> bool:
