@@ -287,6 +287,13 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "::test_a_discarded_contribution_is_dropped_with_the_next_copy",
     ),
     Break(
+        "oversized-learner-granted",
+        "target = limit",
+        "a learner of ten times the size counts twice as much as the others",
+        test="unit/protocol/test_norm_gate.py"
+        "::test_a_learner_of_ten_times_the_size_counts_like_the_others",
+    ),
+    Break(
         "exclusion-ignored",
         "if False:",
         "an excluded learner still counts",

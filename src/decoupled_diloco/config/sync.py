@@ -201,9 +201,9 @@ class MergeSettings(Settings):
     norm_gate: float = Field(default=10.0, ge=0)
     """k: a contribution is oversized if its norm exceeds median + k·MAD of the last 32
     contributions to its fragment, scaled to the same number of steps. MAD counts as at least a
-    tenth of the median, so 10 means at least twice the median. A learner that is always larger than
-    the others may exceed its own usual norm by as much. 0 turns the gate off. Synchronous runs
-    (`wait`) have no gate."""
+    tenth of the median, so 10 means at least twice the median, and more for the first 8 norms. A
+    learner that is always larger than the others, up to three times, may exceed its own usual norm
+    by as much. 0 turns the gate off. Synchronous runs (`wait`) have no gate."""
 
     oversized: Literal["refuse", "clip"] = "clip"
     """What happens to an oversized contribution: "clip" scales it down to the limit; "refuse"

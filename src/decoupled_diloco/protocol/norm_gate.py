@@ -4,11 +4,15 @@ The limit is ``median + k · MAD`` over the fragment's last norms of all learner
 contribution's number of steps. In s steps, training moves parameters by between √s (a random walk)
 and s (a straight line). The larger scaling is used, so that neither a learner that was away nor one
 that has just joined exceeds the limit for its steps. MAD is the median absolute deviation, at least
-a tenth of the median, because equal norms reveal little about the next one.
+a tenth of the median, because equal norms reveal little about the next one. The first norms of a
+fragment reveal less, so this share is larger for them: with three norms, the limit is 3.7 times
+their median.
 
 A learner's own past can raise its limit: its data or batches may make its updates larger than those
-of the others. The limit then is as far above its own usual size. That size counts for at most ten
-times the median, so that a dishonest learner cannot raise its limit at will.
+of the others. The limit then is as far above its own usual size. A usual size of more than three
+medians counts as a fault: it does not raise the limit, and what exceeds the limit is clipped to the
+usual norm of the fragment. The first contributions to a fragment, which have no limit yet, are then
+divided by this size.
 
 Norms above the limit are recorded as well. One bad learner among many does not move a median, and
 if all norms grow (a higher learning rate), the limit follows.
@@ -30,8 +34,12 @@ SAMPLES_MAX = 32
 """Norms recorded per fragment."""
 
 
-SAMPLES_MIN = 8
-"""Minimum number of norms for a limit."""
+SAMPLES_MIN = 3
+"""Minimum number of norms for a limit: one bad one does not move their median far."""
+
+
+SAMPLES_FULL = 8
+"""With fewer norms, the limit is higher."""
 
 
 DEVIATION_MIN = 0.1
@@ -46,8 +54,12 @@ OWN_MIN = 3
 """With fewer own sizes, a learner's past is ignored."""
 
 
-OWN_SIZE_MAX = 10.0
-"""Upper limit of a learner's usual size, in medians of its fragments."""
+OWN_SIZE_MAX = 3.0
+"""A larger usual size, in medians of its fragments, does not raise a learner's limit."""
+
+
+SIZE_MAX = 1e6
+"""Upper limit of a recorded size, so that it is a finite number."""
 
 
 def grown(norm: float, since: int, steps: int) -> float:
@@ -73,8 +85,8 @@ def norm_limit(
         steps: Number of steps of the new contribution, at least 1.
         k: MADs above the median; 0: no limit.
 
-    >>> norm_limit([(1.0, 24)] * 8, [], 24, 10.0), norm_limit([(1.0, 24)] * 7, [], 24, 10.0)
-    ((2.0, 1.0), None)
+    >>> norm_limit([(1.0, 24)] * 8, [], 24, 10.0), norm_limit([(1.0, 24)] * 4, [], 24, 10.0)
+    ((2.0, 1.0), (3.0, 1.0))
     >>> norm_limit([(1.0, 24)] * 8, [2.5] * 3, 24, 10.0)
     (5.0, 1.0)
     """
@@ -83,8 +95,9 @@ def norm_limit(
     norms = [grown(norm, since, steps) for norm, since in samples]
     middle = median(norms)
     deviation = median(abs(norm - middle) for norm in norms)
-    limit = middle + k * max(deviation, DEVIATION_MIN * middle)
-    if len(own) >= OWN_MIN:
+    few = max(1.0, SAMPLES_FULL / len(norms))
+    limit = middle + k * max(deviation, few * DEVIATION_MIN * middle)
+    if len(own) >= OWN_MIN and median(own) <= OWN_SIZE_MAX:
         limit = max(limit, (1 + k * DEVIATION_MIN) * median(own) * middle)
     return limit, middle
 
@@ -97,7 +110,7 @@ def remember(samples: list[Sample], norm: float, steps: int) -> None:
 
 def remember_own(own: list[float], norm: float, usual: float) -> None:
     """Record a learner's own size."""
-    own.append(min(OWN_SIZE_MAX, norm / usual) if usual > 0 else 1.0)
+    own.append(min(SIZE_MAX, norm / usual) if usual > 0 else 1.0)
     del own[:-OWN_MAX]
 
 
@@ -139,19 +152,25 @@ def tokens_believed(state: SyncerState, event: BodyArrived) -> int:
 def gate_scale(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
     """Return the gate's scale for a contribution (0: refused) and the reason."""
     norms, own = state.fragments[event.fragment].norms, state.identities[event.learner].sizes
+    size = median(own or [1.0])
     found = norm_limit(norms, own, event.steps, options.norm_gate)
     # Recorded whatever the decision: if all norms grow, the limit must follow.
     remember(norms, event.norm, event.steps)
     if found is None:
-        return (1.0, "")
-    limit, usual = found
-    remember_own(own, event.norm, usual)
-    if event.norm <= limit:
-        return (1.0, "")
-    text = (
-        f"norm={event.norm:.3g} in {event.steps} steps exceeds the limit of {limit:.3g}; "
-        f"the usual norm of this fragment is {usual:.3g}"
-    )
+        if size <= OWN_SIZE_MAX:
+            return (1.0, "")
+        target = event.norm / size
+        text = f"norm={event.norm:.3g}, and its norms are usually {size:.3g} times those of others"
+    else:
+        limit, usual = found
+        remember_own(own, event.norm, usual)
+        if event.norm <= limit:
+            return (1.0, "")
+        target = usual if size > OWN_SIZE_MAX else limit  # break: oversized-learner-granted
+        text = (
+            f"norm={event.norm:.3g} in {event.steps} steps exceeds the limit of {limit:.3g}; "
+            f"the usual norm of this fragment is {usual:.3g}"
+        )
     if options.oversized == "clip":
-        return (limit / event.norm, f"clipped: {text}")
+        return (target / event.norm, f"clipped: {text}")
     return (0.0, text)

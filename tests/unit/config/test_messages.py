@@ -72,8 +72,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
             "run": {"max_steps": 100, "learners": 4},
             "sync": {
                 "merge": {
-                    "rule": "mean", "weighting": "uniform",
-                    "norm_gate": 0, "buffers": "local",
+                    "rule": "mean",
+                    "weighting": "uniform",
+                    "norm_gate": 0,
+                    "buffers": "local",
                 }
             },
             "privacy": {
