@@ -90,3 +90,7 @@ def a_kind(value: object) -> str:
 
 FINAL_EXIT_CODES = (ConfigError.exit_code, RunEndedError.exit_code)
 """Exit codes of errors that a restart would only repeat."""
+
+PREEMPTED_EXIT_CODES = (130, 143, -15)
+"""Exit codes of a process that ended because it received SIGTERM: it left in order, its program did
+not read the result of `Learner.step`, or it was still starting."""

@@ -56,7 +56,7 @@ from decoupled_diloco.learner.arguments import checkpointer_of, require_model, t
 from decoupled_diloco.learner.boundary import Boundary
 from decoupled_diloco.learner.checkpointer import Checkpointer, Written, all_stateful
 from decoupled_diloco.learner.data_leases import DataLeases
-from decoupled_diloco.learner.ending import ASKED_TO_STOP, Closing
+from decoupled_diloco.learner.ending import Closing
 from decoupled_diloco.learner.launched import Launched, launched_as
 from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER
 from decoupled_diloco.learner.learner_model import (
@@ -88,6 +88,7 @@ from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.reports import StepLosses, StepReports
 from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge.layout import unwrapped
+from decoupled_diloco.protocol.leaving import ASKED_TO_STOP
 from decoupled_diloco.protocol.messages import GainsMeasured, Paused
 from decoupled_diloco.ranks.group import chosen_sync_ranks, is_sharded, ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now

@@ -198,6 +198,14 @@ MISTAKES = {
         "gpus=3 in [launch.learner] is not a multiple of hosts=2",
     ),
     "name": ({"run": {"name": "Big_run"}}, "name='Big_run' in [run] is not a valid name for"),
+    "preemptions": ({"learner": {"max_preemptions": 3}}, "leave max_preemptions out"),
+    "failures of job sets": (
+        {
+            "learner": {"max_failures": 3},
+            "launch": {"backend": "kubernetes", "kubernetes": {"learners": "jobset"}},
+        },
+        "leave max_failures out, or set learners",
+    ),
     "standbys": ({"syncer": {"standby": True}}, "leave standby out"),
     "principals": ({"syncer": {"principals_file": "p"}}, "leave principals_file out"),
     "token": ({"syncer": {"token_file": "elsewhere"}}, "leave token_file out"),

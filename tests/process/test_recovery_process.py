@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.launch.placement import COMMAND
+from decoupled_diloco.run_model.fold_records import read_run
+from decoupled_diloco.show.tables import absences
 from process.process_runs import (
     command,
     config_file,
@@ -71,6 +74,46 @@ def test_a_learner_that_is_asked_to_stop_flushes_saves_itself_and_returns(tmp_pa
     assert [each["way"] for each in ways[1:]] == ["checkpoint"]
     last = f"its own checkpoint of step {steps}, incarnation 1"
     assert ways[1]["why"] == last, "it is of the boundary at which it went"
+    assert_replays(folder)
+
+
+def steps_in(run: LocalRun, learner: str, epoch: int) -> int:
+    """Return the steps that this incarnation of a learner has reported."""
+    log = run.followed.run.learners.get(learner)
+    return 0 if log is None else log.steps_of.get(epoch, 0)
+
+
+@pytest.mark.smoke
+def test_a_preempted_learner_has_not_failed(tmp_path: Path) -> None:
+    """Each has its own count and limit. The launcher did not send the SIGTERM."""
+    folder = tmp_path / "run"
+    config = config_of(
+        folder,
+        run={"learners": 3, "max_steps": 400},
+        learner={"max_failures": 1, "max_preemptions": 1},
+    )
+
+    def script() -> Iterator[None]:
+        spot, crashing = (run.supervisor.children[f"learner-{n}"] for n in (1, 2))
+        for epoch in (1, 2):
+            yield from when(lambda epoch=epoch: steps_in(run, "learner-1", epoch))
+            send(run, "learner-1", signal.SIGTERM)
+            yield from when(lambda epoch=epoch: spot.preemptions == epoch)
+        assert spot.failures == 0
+        send(run, "learner-2", signal.SIGKILL)
+        yield from when(lambda: crashing.failures == 1 and crashing.running)
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script())
+        assert run.supervisor.children["learner-1"].down, "its second preemption is one too many"
+    assert outcome.finished, outcome.reason
+    found = read_run(folder)
+    counts = {each.name: (each.failures, each.preemptions) for each in found.trained.values()}
+    assert counts == {"learner-0": (0, 0), "learner-1": (0, 2), "learner-2": (1, 0)}
+    lines = absences(found)
+    assert sum("learner-1 was preempted" in line for line in lines) == 2
+    assert sum("learner-2 was killed" in line for line in lines) == 1
     assert_replays(folder)
 
 

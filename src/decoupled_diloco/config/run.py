@@ -322,6 +322,18 @@ class LearnerSettings(Settings):
     """Longest time for the final sync of a learner that receives SIGTERM, seconds, 0 and up. 0
     skips the final sync. A cloud gives notice of a preemption 30 to 120 seconds before."""
 
+    max_failures: int | None = Field(default=None, ge=0)
+    """Restarts of a learner after failures in a row, 0 and up: a crash, a kill, or an exit code
+    other than 0, unless it was asked to stop. With one failure more, it stays down. A failure after
+    30 seconds is the first one in a row. On Kubernetes, all failures count. Default: 5; on
+    Kubernetes 50."""
+
+    max_preemptions: int | None = Field(default=None, ge=0)
+    """Restarts of a learner after preemptions in all, 0 and up: it received SIGTERM, for example
+    from a spot machine that is taken away, and left in order. With one preemption more, it stays
+    down. On Slurm, requeues after failures count, too. Kubernetes and Ray do not count preemptions.
+    Default: no limit."""
+
     threads: int = Field(default=1, ge=1)
     """Threads for the tensor arithmetic of one learner, or of each of its ranks, at least 1. The
     default fits several learners on one machine. Keep learners × ranks × threads within its number

@@ -41,7 +41,7 @@ from decoupled_diloco.launch.secrets import (
     require_relay_certificates,
     served_tls,
 )
-from decoupled_diloco.launch.supervisor import Child, Supervisor
+from decoupled_diloco.launch.supervisor import Child, Restarts, Supervisor
 from decoupled_diloco.launch.user_program import require_commands
 from decoupled_diloco.run_model import FollowedRun, RunModel, read_run
 from decoupled_diloco.storage.files import write_text
@@ -281,7 +281,12 @@ class LocalRun:
             own = ",".join((*near, *self._dial(name, local)))
             arguments = ["learner", run_file, "--index", str(index), "--syncer", own]
             arguments += self._devices[index]
-            self.supervisor.start(name, [*arguments, *common], held=name in self._absent)
+            self.supervisor.start(
+                name,
+                [*arguments, *common],
+                held=name in self._absent,
+                limits=Restarts.of_learners(config),
+            )
         if config.run.evaluator:
             own = ",".join(self._dial(EVALUATOR, local))
             self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", own, *common])

@@ -14,7 +14,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.launch.run_folder import enter_run_folder
-from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.launch.supervisor import Restarts, Supervisor
 from decoupled_diloco.launch.termination import INTERRUPTED, handling, interrupt
 
 POLL_SECONDS = 0.1
@@ -38,7 +38,9 @@ def supervise(config: RunConfig, name: str, arguments: list[str]) -> int:
         patience = config.learner.leave_seconds_max
         try:
             with handling(interrupt, signal.SIGTERM):
-                supervisor.start(name, [*arguments, "--stop-with-parent"])
+                is_learner = arguments[:1] == ["learner"]
+                limits = Restarts.of_learners(config) if is_learner else Restarts()
+                supervisor.start(name, [*arguments, "--stop-with-parent"], limits=limits)
                 child = supervisor.children[name]
                 while not (child.done or child.down):
                     time.sleep(POLL_SECONDS)

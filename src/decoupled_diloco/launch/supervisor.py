@@ -7,7 +7,8 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from decoupled_diloco.errors import FINAL_EXIT_CODES
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import FINAL_EXIT_CODES, PREEMPTED_EXIT_CODES
 from decoupled_diloco.launch.placement import PlacedProcess, Placement
 from decoupled_diloco.runtime import now
 from decoupled_diloco.tape import TapeWriter
@@ -21,10 +22,13 @@ from decoupled_diloco.tape.samples import (
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Delays before successive restarts. A process that fails once more in a row stays down."""
+"""Delays before successive restarts; the last one also applies to all further restarts."""
+
+FAILURES_MAX = 5
+"""A process that fails more often in a row stays down, unless its `Restarts` say otherwise."""
 
 HEALTHY_SECONDS = 30.0
-"""A failure after a longer lifetime counts as the first one in a row."""
+"""An end after a longer lifetime counts as the first one in a row."""
 
 NOT_STARTED = 1
 """The exit code of a process that could not be started."""
@@ -34,6 +38,26 @@ TERMINATE_SECONDS = 3.0
 Ctrl-C the user waits for both."""
 
 
+@dataclass(frozen=True)
+class Restarts:
+    """How often a process is restarted.
+
+    Attributes:
+        failures_max: Failures in a row; with one more, it stays down.
+        preemptions_max: Preemptions in all; with one more, it stays down. None: no limit.
+    """
+
+    failures_max: int = FAILURES_MAX
+    preemptions_max: int | None = None
+
+    @classmethod
+    def of_learners(cls, config: RunConfig) -> Restarts:
+        """Return the limits of a run's learners."""
+        learner = config.learner
+        failures = FAILURES_MAX if learner.max_failures is None else learner.max_failures
+        return cls(failures, learner.max_preemptions)
+
+
 @dataclass
 class Child:
     """A supervised process, with its restarts.
@@ -41,9 +65,12 @@ class Child:
     Attributes:
         name: Its name in the run.
         arguments: Arguments of `ddiloco`.
+        limits: How often it is restarted.
         process: The running process; `None` while it does not run.
         started_at: When it was last started.
         failures: Failures in a row.
+        preemptions: How often it ended because it received SIGTERM, but not from this supervisor.
+        ends: Ends of both kinds in a row.
         restart_at: When to start it again, if a restart is scheduled.
         restarts: Whether it is restarted after a failure.
         held: Whether it is kept down until `Supervisor.bring_back`.
@@ -55,7 +82,10 @@ class Child:
     arguments: list[str]
     process: PlacedProcess | None = None
     started_at: float = 0.0
+    limits: Restarts = Restarts()
     failures: int = 0
+    preemptions: int = 0
+    ends: int = 0
     restart_at: float | None = None
     restarts: bool = True
     held: bool = False
@@ -87,9 +117,16 @@ class Supervisor:
     children: dict[str, Child] = field(default_factory=dict)
     stopping: bool = False
 
-    def start(self, name: str, arguments: list[str], *, held: bool = False) -> None:
+    def start(
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        held: bool = False,
+        limits: Restarts = Restarts(),
+    ) -> None:
         """Start ``ddiloco ARGUMENTS`` under a name; ``held``: only when `bring_back` is called."""
-        child = Child(name, arguments, held=held)
+        child = Child(name, arguments, held=held, limits=limits)
         self.children[name] = child
         if not held:
             self._spawn(child)
@@ -128,14 +165,23 @@ class Supervisor:
             self._failed(child)
 
     def _failed(self, child: Child) -> None:
-        """Schedule the child's restart, or leave it down after too many failures in a row."""
+        """Schedule the child's restart, or leave it down after too many failures or preemptions."""
         if self.stopping or not child.restarts or child.held:
             return
-        child.failures = 1 if now() - child.started_at > HEALTHY_SECONDS else child.failures + 1
-        if child.code in FINAL_EXIT_CODES or child.failures > len(RESTART_SECONDS):
-            logger.error("%s stays down: %s", child.name, self.last_words(child.name))
-            return
-        delay = RESTART_SECONDS[child.failures - 1]
+        limits, again = child.limits, now() - child.started_at <= HEALTHY_SECONDS
+        child.ends = child.ends + 1 if again else 1
+        if child.code in PREEMPTED_EXIT_CODES:
+            child.preemptions += 1
+            most = limits.preemptions_max
+            if most is not None and child.preemptions > most:
+                logger.error("%s stays down: it was preempted %d times", child.name, most + 1)
+                return
+        else:
+            child.failures = child.failures + 1 if again else 1
+            if child.code in FINAL_EXIT_CODES or child.failures > limits.failures_max:
+                logger.error("%s stays down: %s", child.name, self.last_words(child.name))
+                return
+        delay = RESTART_SECONDS[min(child.ends, len(RESTART_SECONDS)) - 1]
         child.restart_at = now() + delay
         self._sample(RestartScheduled(child.name, delay))
 

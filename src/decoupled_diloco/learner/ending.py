@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 from decoupled_diloco.learner.boundary import Boundary, LearnerProgress
 from decoupled_diloco.learner.membership import Waits
-from decoupled_diloco.protocol.leaving import drained, unmerged_tokens
+from decoupled_diloco.protocol.leaving import ASKED_TO_STOP, drained, unmerged_tokens
 from decoupled_diloco.protocol.messages import DrainAsked, VisitEnded
 from decoupled_diloco.runtime import now
 
@@ -29,8 +29,6 @@ END_SECONDS = 60.0
 
 CHECKPOINT_SECONDS = 30.0
 """Time that `close` waits for the checkpoint that is being written."""
-
-ASKED_TO_STOP = "it was asked to stop"
 
 
 class Closing:

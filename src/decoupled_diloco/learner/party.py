@@ -18,6 +18,7 @@ from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.ending import Closing
 from decoupled_diloco.learner.membership import Admission
 from decoupled_diloco.learner.reports import StepReports
+from decoupled_diloco.protocol.leaving import ASKED_TO_STOP
 from decoupled_diloco.protocol.messages import StepFinished
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.tape.samples import LossMeasured
@@ -208,7 +209,8 @@ class Solo:
             self.leases.close()
             shared = self.membership.background.shared
             visits = shared is not None and shared.machine.options.devices
-            end = "its visit has ended" if visits else "its loop has ended"
+            end = ASKED_TO_STOP if self.boundary.stop_requested else "its loop has ended"
+            end = "its visit has ended" if visits else end
             self.leave("the run is over" if self.progress.over else end)
 
     async def requests_stop(self, error: BaseException) -> bool:
@@ -225,14 +227,15 @@ class Solo:
 
     async def abort(self, error: BaseException) -> bool:
         """See `Party`."""
-        in_order = False
+        in_order, farewell = False, f"{type(error).__name__} in the training loop"
         try:
             if await self.requests_stop(error):
+                farewell = ASKED_TO_STOP
                 with process.workers_may_end():
                     await self.ending.interrupted(self)
                 in_order = self.boundary.stop_requested and process.is_death_of_worker(error)
         finally:
-            self.leave(f"{type(error).__name__} in the training loop", abrupt=True)
+            self.leave(farewell, abrupt=True)
         return in_order
 
     def replaced(self) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from decoupled_diloco.protocol.messages import FromLearner, Leave, RoundFinished, StepReport
+from decoupled_diloco.run_model.phrases import departure_of
 
 SECONDS_BOUNDS = (0.005, 0.02, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds of the histograms: from a merge of a small fragment to a round on a slow link."""
@@ -38,6 +39,8 @@ class ShardTally:
         contributions: Number of contributions by the states of `Participant`.
         reports: The last report of each learner that has not left.
         discarded_fragment_tokens: Overwritten tokens of all learners, counted once per fragment.
+        failures: Number of failures of each learner that the shard has noticed.
+        preemptions: Number of times that each learner was asked to stop, and left in order.
     """
 
     rounds: Counter[str] = field(default_factory=Counter)
@@ -46,6 +49,14 @@ class ShardTally:
     merge_durations: Durations = field(default_factory=Durations)
     reports: dict[str, StepReport] = field(default_factory=dict)
     discarded_fragment_tokens: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    preemptions: Counter[str] = field(default_factory=Counter)
+
+    def evicted(self, learner: str, reason: str) -> None:
+        """Count the departure of a learner, if it failed or was preempted."""
+        kind = departure_of(reason)
+        if kind is not None:
+            (self.failures if kind == "failed" else self.preemptions)[learner] += 1
 
     def finished(self, round: RoundFinished) -> None:
         """Count a finished round."""

@@ -159,6 +159,17 @@ SHARD = (
         "act in [trust]",
         "learner",
     ),
+    _counter(
+        "ddiloco_shard_learner_failures_total",
+        "Times that the learner's lease ran out or an error ended its training loop, since the "
+        "shard started",
+        "learner",
+    ),
+    _counter(
+        "ddiloco_shard_learner_preemptions_total",
+        "Times that the learner was asked to stop and left in order, since the shard started",
+        "learner",
+    ),
     _gauge("ddiloco_shard_learner_step_seconds", "Mean duration of an inner step", "learner"),
     _gauge(
         "ddiloco_shard_learner_loss", "Last training loss; +Inf if it is not a number", "learner"

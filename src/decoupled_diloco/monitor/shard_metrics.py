@@ -140,6 +140,12 @@ class ShardMetrics:
             "ddiloco_shard_learner_score": lambda: [
                 ((name,), each.score) for name, each in state.scores.items()
             ],
+            "ddiloco_shard_learner_failures_total": lambda: [
+                ((name,), count) for name, count in tally.failures.items()
+            ],
+            "ddiloco_shard_learner_preemptions_total": lambda: [
+                ((name,), count) for name, count in tally.preemptions.items()
+            ],
             "ddiloco_shard_learner_step_seconds": each("step_seconds"),
             "ddiloco_shard_learner_loss": each("loss"),
         }

@@ -32,6 +32,9 @@ from decoupled_diloco.protocol.participation import participation
 from decoupled_diloco.protocol.privacy_account import has_spent, reason_of
 from decoupled_diloco.protocol.syncer_state import Member, Round, SyncerState
 
+ASKED_TO_STOP = "it was asked to stop"
+"""The reason of a learner that received SIGTERM."""
+
 DEPARTURES_MAX = 8
 """How often a learner's announcement to leave is accepted; each reconnection repeats it."""
 

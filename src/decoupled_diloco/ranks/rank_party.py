@@ -29,6 +29,7 @@ from decoupled_diloco.learner.membership import Admission
 from decoupled_diloco.learner.option_groups import ParticipantOptions, SyncerConnection
 from decoupled_diloco.learner.reports import StepReports
 from decoupled_diloco.merge import Layout
+from decoupled_diloco.protocol.leaving import ASKED_TO_STOP
 from decoupled_diloco.protocol.messages import StepFinished
 from decoupled_diloco.ranks.rank_checkpoints import LeaderCheckpointer
 from decoupled_diloco.ranks.rank_process import Document, RankSeat
@@ -327,7 +328,8 @@ class LeaderRank:
         with process.workers_may_end():
             await self.ending.close(self)
             over = self.membership.state.over  # newer than what the other ranks have received
-            self._leave("the run is over" if over else "its loop has ended")
+            end = ASKED_TO_STOP if self.boundary.stop_requested else "its loop has ended"
+            self._leave("the run is over" if over else end)
         await self._conduct("closed")
         self._seat.leave()
 

@@ -28,13 +28,16 @@ from decoupled_diloco.run_model.facts import (
     RunFacts,
     ShardLog,
 )
-from decoupled_diloco.run_model.phrases import ending_in_words, natural
+from decoupled_diloco.run_model.phrases import (
+    PREEMPTED,
+    RAN_OUT,
+    departure_of,
+    ending_in_words,
+    natural,
+)
 
 BURST_MEDIANS = 0.5
 """Steps closer together than this share of a median step were reported late."""
-
-RAN_OUT = "its lease ran out"
-"""Suffix of a shard's reason for the eviction of a learner whose lease expired."""
 
 
 def find_absences(run: RunFacts) -> None:
@@ -137,7 +140,12 @@ def _ending(
         if life.started_at <= at <= until:
             proper = following is None and (ended.code == 0 or life.over)
             return None if proper else (at, ending_in_words(ended.code, ended.signal))
-    if is_device or any(_left(why) and at > life.last_at for at, why in evictions):
+    went = [(at, why) for at, why in evictions if _left(why) and at > life.last_at]
+    kind = departure_of(went[0][1]) if went else None
+    if kind is not None and following is not None and not is_device:
+        at, why = went[0]
+        return at, PREEMPTED if kind == PREEMPTED else f"ended: {why.removeprefix('left: ')}"
+    if is_device or went:
         return None
     silent = any(at > life.last_at for at, _ in evictions) and not life.over
     return (life.last_at, "fell silent") if following is not None or silent else None

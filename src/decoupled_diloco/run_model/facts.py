@@ -39,6 +39,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.syncer_state import SiteTraffic
 from decoupled_diloco.run_model.ledger import Ledger
+from decoupled_diloco.run_model.phrases import Departure
 from decoupled_diloco.tape import samples
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.samples import TookOver
@@ -488,6 +489,9 @@ class LearnerLog:
     down_at: float | None = None  # when its process ended, until it is back
     device: str = ""  # description of the device of its newest incarnation
     left: str = ""  # reason of its newest incarnation when it left on purpose
+    supervised: bool = False  # a launcher records how its processes end
+    ends: Counter[Departure] = field(default_factory=Counter)  # of its processes, by the launcher
+    departures: dict[int, Departure] = field(default_factory=dict)  # by incarnation, at the shards
     site: str = ""  # the relay through which it has connected last, if any
     cut_from: set[str] = field(default_factory=set)  # shards that no longer count it as live
     cut_at: float = 0.0  # since when
@@ -518,6 +522,19 @@ class LearnerLog:
     outages: list[Outage] = field(default_factory=list)
     cuts: list[CutOff] = field(default_factory=list)
     disturbed: list[tuple[float, float]] = field(default_factory=list)  # by injected faults
+
+    @property
+    def failures(self) -> int:
+        """How often it failed: its process crashed, or its lease ran out."""
+        return self._count("failed")
+
+    @property
+    def preemptions(self) -> int:
+        """How often it was asked to stop, but not by the launcher, and left in order."""
+        return self._count("preempted")
+
+    def _count(self, kind: Departure) -> int:
+        return self.ends[kind] if self.supervised else [*self.departures.values()].count(kind)
 
     @property
     def afar(self) -> bool:

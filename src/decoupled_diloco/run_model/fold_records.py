@@ -37,7 +37,13 @@ from decoupled_diloco.run_model.facts import (
     is_learner,
     is_shard,
 )
-from decoupled_diloco.run_model.phrases import ending_in_words, note_in_words, subjects_of
+from decoupled_diloco.run_model.phrases import (
+    ending_in_words,
+    is_preempted,
+    note_in_words,
+    subjects_of,
+    was_ended,
+)
 from decoupled_diloco.run_model.shards import ShardFold
 from decoupled_diloco.tape import samples
 from decoupled_diloco.tape.excerpt import LOOKED_AT, MESSAGES
@@ -137,7 +143,7 @@ class RunModel(RunFacts):
                 self._listener.take(process, self.at, None)
         elif self._is_learner(process):
             learner = self.learner(process)
-            learner.process, learner.left = "joining", ""
+            learner.process, learner.left, learner.supervised = "joining", "", True
             learner.rate.clear()
             learner.cut_from.clear()
 
@@ -276,9 +282,10 @@ class RunModel(RunFacts):
         if ended.code != 0:
             if name in self.learners:
                 self.learners[name].down_at = self.at
-            was = "" if ended.signal is None else "was "
-            how = ending_in_words(ended.code, ended.signal)
-            self.remark(name, f"{ended.name} {was}{how} at step {self.global_step}")
+                preempted = is_preempted(ended.code, ended.signal)
+                self.learners[name].ends["preempted" if preempted else "failed"] += 1
+            how = was_ended(ending_in_words(ended.code, ended.signal))
+            self.remark(name, f"{ended.name} {how} at step {self.global_step}")
 
     def _set_process(self, name: str, state: str) -> None:
         if is_shard(name) and name in self.shards:

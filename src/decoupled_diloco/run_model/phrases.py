@@ -6,10 +6,24 @@ import re
 import signal
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
+from decoupled_diloco.errors import PREEMPTED_EXIT_CODES
+from decoupled_diloco.protocol.leaving import ASKED_TO_STOP
 from decoupled_diloco.units import format_duration
 
 BULLET = "- "
+
+Departure = Literal["failed", "preempted"]
+
+PREEMPTED = "preempted"
+"""How a process ended that was asked to stop, but not by the launcher."""
+
+RAN_OUT = "its lease ran out"
+"""End of a shard's reason for the eviction of a learner whose lease expired."""
+
+IN_THE_LOOP = "in the training loop"
+"""End of a learner's reason to leave after an exception."""
 
 ABSENT = "–"
 """Placeholder for a missing number."""
@@ -159,18 +173,51 @@ def note_in_words(process: str, note: str, why: str) -> str:
     return "" if why == "the run has only begun" else f"{named(process, note)}: {why}"
 
 
+def is_preempted(code: int | None, signal_number: int | None) -> bool:
+    """Whether a process ended because it was asked to stop, unlike one that failed.
+
+    >>> is_preempted(130, None), is_preempted(None, 15), is_preempted(None, 9)
+    (True, True, False)
+    """
+    return (code if signal_number is None else -signal_number) in PREEMPTED_EXIT_CODES
+
+
+def departure_of(reason: str) -> Departure | None:
+    """Return the kind of a learner's departure, by a shard's reason; ``None``: neither.
+
+    >>> departure_of("left: it was asked to stop"), departure_of("left: its loop has ended")
+    ('preempted', None)
+    >>> departure_of("nothing arrived for 10 s, and its lease ran out")
+    'failed'
+    """
+    if reason == f"left: {ASKED_TO_STOP}":
+        return "preempted"
+    return "failed" if reason.endswith((RAN_OUT, IN_THE_LOOP)) else None
+
+
 def ending_in_words(code: int | None, signal_number: int | None) -> str:
     """Return as text how a process ended.
 
-    >>> ending_in_words(None, 9), ending_in_words(4, None)
-    ('killed (SIGKILL)', 'ended with exit code 4')
+    >>> ending_in_words(None, 9), ending_in_words(4, None), ending_in_words(130, None)
+    ('killed (SIGKILL)', 'ended with exit code 4', 'preempted')
     """
+    if signal_number is None and is_preempted(code, signal_number):
+        return PREEMPTED
     if signal_number is not None:
         try:
             return f"killed ({signal.Signals(signal_number).name})"
         except ValueError:
             return f"killed (signal {signal_number})"
     return f"ended with exit code {code}"
+
+
+def was_ended(how: str) -> str:
+    """Return how a process ended, as the predicate of a sentence.
+
+    >>> was_ended("killed (SIGKILL)"), was_ended("ended with exit code 4")
+    ('was killed (SIGKILL)', 'ended with exit code 4')
+    """
+    return f"was {how}" if how.startswith(("killed", PREEMPTED)) else how
 
 
 def subjects_of(note: str) -> list[str]:

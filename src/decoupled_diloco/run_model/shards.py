@@ -25,6 +25,7 @@ from decoupled_diloco.run_model.facts import (
     TickLog,
 )
 from decoupled_diloco.run_model.learners import note_joined, note_loss
+from decoupled_diloco.run_model.phrases import departure_of
 from decoupled_diloco.tape.records import SECONDS_MAX
 from decoupled_diloco.units import format_duration
 
@@ -254,6 +255,7 @@ class ShardFold:
         member = shard.members.get(name)
         if member is not None and member.epoch != epoch:
             self._leave(member, f"its incarnation {epoch} has joined")
+            self._run.learner(name).departures.setdefault(member.epoch, "failed")
             member = None
         if member is None:
             member = shard.members[name] = Stay(name, epoch, at, accept.why)
@@ -263,6 +265,8 @@ class ShardFold:
         if epoch > learner.epoch:
             learner.epoch, learner.left = epoch, ""
             learner.cut_from.clear()
+        if learner.departures.get(epoch) == "failed":
+            del learner.departures[epoch]  # it was only cut off
         self._add_remote_life(learner, epoch)
         self._reachable_again(learner)
         member.connected = True
@@ -293,6 +297,9 @@ class ShardFold:
         learner = self._run.learners.get(name)
         if learner is None:
             return
+        kind = departure_of(reason)
+        if kind is not None and member is not None and not self._run.has_devices:
+            learner.departures.setdefault(member.epoch, kind)
         if self._run.whole:
             learner.evictions.append((at, self._shard.name, reason))
         learner.cut_at = learner.cut_at if learner.cut_from else at

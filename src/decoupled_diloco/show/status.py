@@ -108,6 +108,8 @@ class LearnerStatus:
     privacy: PrivacyStatus | None = None  # its account; None without differential privacy
     score: float | None = None  # the median of its last gains, in those of the median learner
     weight: float = 1.0  # the factor on its weight because of its score; 0: it is excluded
+    failures: int = 0  # its process crashed, or its lease ran out
+    preemptions: int = 0  # it was asked to stop, but not by the launcher, and left in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,6 +451,8 @@ def _learner(
         privacy=privacy_of(run, learner),
         score=None if learner.scored is None else learner.scored.score,
         weight=1.0 if learner.scored is None else learner.scored.weight,
+        failures=learner.failures,
+        preemptions=learner.preemptions,
     )
 
 
@@ -689,6 +693,8 @@ def learner_cells(learner: LearnerStatus) -> dict[str, str]:
         "stale copies": _number(learner.versions_behind),
         "discarded": percent(discarded),
         "score": score_text(learner.score, learner.weight),
+        "failed": str(learner.failures),
+        "preempted": str(learner.preemptions),
         "sent": format_bytes(learner.bytes_up),
         "silent": ABSENT if seen is None else "no" if seen < 2.5 else format_duration(round(seen)),
     }

@@ -21,7 +21,7 @@ from decoupled_diloco.run_model.accounts import (
     part_in_words,
 )
 from decoupled_diloco.run_model.facts import CutOff, LearnerLog, Outage, RoundLog, ShardLog
-from decoupled_diloco.run_model.phrases import ABSENT, percent
+from decoupled_diloco.run_model.phrases import ABSENT, percent, was_ended
 from decoupled_diloco.show.charts import stacked_bar
 from decoupled_diloco.show.privacy_accounts import most_spent, spent_cell
 from decoupled_diloco.show.status import saved_in_words, score_text
@@ -332,9 +332,8 @@ def cut_line(run: RunModel, cut: CutOff) -> str:
 
 def outage_line(run: RunModel, outage: Outage) -> str:
     """Return one sentence about an outage and its effect."""
-    was = "was " if outage.how.startswith("killed") else ""
-    how = outage.how.removesuffix(" (SIGKILL)")
-    line = f"{outage.process} {was}{how} at {outage.down_at:.1f} s (step {outage.global_step})"
+    how = was_ended(outage.how.removesuffix(" (SIGKILL)"))
+    line = f"{outage.process} {how} at {outage.down_at:.1f} s (step {outage.global_step})"
     if outage.seconds is not None:
         line += f", back after {outage.seconds:.1f} s"
         if outage.down_seconds is not None:
@@ -379,6 +378,13 @@ def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
             scores.append(ABSENT if found is None else score_text(found.score, found.weight))
         for row, text in zip(rows, scores, strict=True):
             row.append(text)
+    for name, counts in (
+        ("failed", [learner.failures for learner in run.trained.values()]),
+        ("preempted", [learner.preemptions for learner in run.trained.values()]),
+    ):
+        if any(counts):
+            for row, text in zip(rows, [name, *map(str, counts)], strict=True):
+                row.append(text)
     texts = [learner.device for learner in run.trained.values()]
     if devices and any(texts):
         for row, text in zip(rows, ["device", *texts], strict=True):

@@ -73,6 +73,7 @@ _DEVICE = "device"  # shown if it is known
 _VIA = "via"  # shown in a run with sites
 _PRIVACY = "privacy"  # shown in a run with differential privacy
 _SCORE = "score"  # shown in a run with scores
+_FAILED, _PREEMPTED = "failed", "preempted"  # shown if it has happened
 _LEARNERS = (
     *(
         "learner",
@@ -85,6 +86,8 @@ _LEARNERS = (
         "took\npart",
         "recent",
         _SCORE,
+        _FAILED,
+        _PREEMPTED,
     ),
     *("rounds\nbehind", "stale\ncopies", "discarded", "silent"),
 )
@@ -98,7 +101,8 @@ _SITES = ("site", "state", "learners", "contributions", "sums", "refused", "sent
 """Columns by command; those without room are left out."""
 
 _LEFT_OUT_FIRST = (
-    *("stale\ncopies", _DEVICE, "discarded", "rounds\nbehind", "silent", _VIA, "took\npart"),
+    *("stale\ncopies", _DEVICE, "discarded", "rounds\nbehind", _PREEMPTED, _FAILED, "silent"),
+    *(_VIA, "took\npart"),
     *("versions", "grace", "live", "term", "refused", "sums", "contributions", "sent"),
     *("abandoned", "recent", "learners"),
 )
@@ -298,6 +302,10 @@ def _learner_table(
         without.add(_PRIVACY)
     if all(learner.score is None for learner in status.learners):
         without.add(_SCORE)
+    if not any(learner.failures for learner in status.learners):
+        without.add(_FAILED)
+    if not any(learner.preemptions for learner in status.learners):
+        without.add(_PREEMPTED)
     columns = [name for name in columns if name not in without]
     table = _table(columns, map(_learner_row, shown), width, left_out)
     if len(shown) < len(learners):

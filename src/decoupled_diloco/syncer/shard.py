@@ -166,7 +166,7 @@ class Shard:
         self._begun: list[messages.ShardAdmitted] = []
         self._run = ""
         self._tally = ShardTally()
-        self._sessions = Sessions(self.driver, self._received)
+        self._sessions = Sessions(self.driver, self._received, self._tally.evicted)
         self._downloads = Downloads(self._server.bodies, self.machine.options.chain + 1)
         self._relays = RelayConnections(
             self._serve,

@@ -54,15 +54,20 @@ class Sessions:
     Args:
         driver: The driver of the shard's machine.
         received: Receives the learner's name and each message on its current connection.
+        evicted: Receives the learner's name and the reason of each eviction.
     """
 
     def __init__(
-        self, driver: ShardDriver, received: Callable[[str, messages.FromLearner], None]
+        self,
+        driver: ShardDriver,
+        received: Callable[[str, messages.FromLearner], None],
+        evicted: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.greeting: dict[int, Greeting] = {}
         self._driver = driver
         self._received = received
+        self._evicted = evicted
         self._connections = 0
 
     async def serve(self, channel: Channel, hello: messages.Hello, checkpoint: int) -> None:
@@ -147,6 +152,7 @@ class Sessions:
 
     @executes(messages.Evict, sliced=True)
     def _evict(self, order: messages.Evict) -> None:
+        self._evicted(order.learner, order.reason)
         session = self.sessions.pop(order.learner, None)
         if session is not None:
             self._driver.spawn(session.channel.close(order.reason))

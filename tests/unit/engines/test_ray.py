@@ -87,6 +87,10 @@ def test_one_process_logs_the_run() -> None:
             {"syncer": {"addresses": ("http://a:7070",)}},
             r"addresses=.* would be ignored, because .*: leave addresses out",
         ),
+        (
+            {"learner": {"max_preemptions": 3}},
+            r"max_preemptions=3 in \[learner\] would be ignored, .*: leave max_preemptions out",
+        ),
         ({"launch": {"setup": ("module load cuda",)}}, r"setup=.* would be ignored, .*: leave"),
         (
             {

@@ -137,6 +137,41 @@ def test_the_script_restarts_ranks_where_that_helps(ends: str, tmp_path: Path) -
     assert (tmp_path / "requeued").exists() == (code not in (0, 2))
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "limits", "again"),
+    [
+        (130, 200, {}, True),
+        (130, 2, {"max_preemptions": 3}, True),
+        (130, 3, {"max_preemptions": 3}, False),
+        (130, 0, {"max_preemptions": 0}, False),
+        (1, 49, {"max_preemptions": 0}, True),
+        (1, 50, {}, False),
+        (2, 0, {}, False),
+    ],
+)
+def test_a_job_is_requeued_within_its_limits(
+    code: int, restarts: int, limits: dict[str, object], again: bool, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, {"ranks": 1, **limits}, setup=["true"])
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    for name, text in {"srun": f"exit {code}", "scontrol": f"touch {tmp_path}/requeued"}.items():
+        (bin / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin / name).chmod(0o755)
+    ended = subprocess.run(
+        ["bash", "-c", files(config, tmp_path)["learners.sbatch"]],
+        env={
+            "PATH": f"{bin}:/bin:/usr/bin",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "SLURM_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "0",
+        },
+        timeout=30,
+    )
+    assert ended.returncode == code
+    assert (tmp_path / "requeued").exists() == again
+
+
 @pytest.mark.parametrize("setup", [[], ["module load cuda", "source 'my env/bin/activate'"]])
 def test_bash_can_parse_every_script(tmp_path: Path, setup: list[str]) -> None:
     folder = tmp_path / "it's here"

@@ -17,7 +17,7 @@ from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
 from decoupled_diloco.launch.supervised_process import supervise
-from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.launch.supervisor import Restarts, Supervisor
 from decoupled_diloco.tape import TapeReader, TapeWriter
 
 
@@ -43,7 +43,8 @@ def settle(supervisor: Supervisor) -> None:
 
 
 def test_a_failed_process_restarts_a_limited_number_of_times(supervisor: Supervisor) -> None:
-    supervisor.start("bad", ["print('no luck'); raise SystemExit(1)"])
+    code = "print('no luck'); raise SystemExit(1)"
+    supervisor.start("bad", [code], limits=Restarts(failures_max=2))
     settle(supervisor)
     child = supervisor.children["bad"]
     assert child.down
@@ -63,6 +64,31 @@ def test_success_wrong_configuration_and_the_end_of_the_run_are_final(
     settle(supervisor)
     child = supervisor.children["once"]
     assert (child.failures, child.down, child.done) == (int(down), down, not down)
+
+
+ENDINGS = {
+    "preempted": "raise SystemExit(130)",
+    "preempted, but its program went on": "raise SystemExit(143)",
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_preemptions_do_not_count_as_failures(supervisor: Supervisor, how: str) -> None:
+    limits = Restarts(failures_max=0, preemptions_max=4)
+    supervisor.start("spot", [ENDINGS[how]], limits=limits)
+    settle(supervisor)
+    child = supervisor.children["spot"]
+    assert (child.down, child.failures, child.preemptions) == (True, 0, 5)
+
+
+def test_without_a_limit_a_preempted_process_always_restarts(supervisor: Supervisor) -> None:
+    supervisor.start("spot", [ENDINGS["preempted"]], limits=Restarts(failures_max=0))
+    deadline = time.monotonic() + 20
+    while supervisor.children["spot"].preemptions < 8:
+        assert time.monotonic() < deadline
+        supervisor.poll()
+        time.sleep(0.005)
+    assert not supervisor.children["spot"].down
 
 
 def refusing(
@@ -134,7 +160,7 @@ def test_a_process_that_can_never_be_started_stays_down(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing(supervisor, monkeypatch, [OSError(errno.EAGAIN, "no process is left")] * 99)
-    supervisor.start("never", ["pass"])
+    supervisor.start("never", ["pass"], limits=Restarts(failures_max=2))
     settle(supervisor)
     child = supervisor.children["never"]
     assert (child.down, child.failures) == (True, 3)

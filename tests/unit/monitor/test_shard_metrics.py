@@ -76,6 +76,8 @@ async def test_every_declared_metric_is_exported(shard: WatchedShard) -> None:
     shard.tally.contributions["folded"] += 1
     shard.machine.state.site("site-a")
     shard.machine.state.scores["a"] = Score([0.5])
+    shard.tally.evicted("a", "its connection broke and its lease ran out")
+    shard.tally.evicted("a", "left: it was asked to stop")
     Standing("s3://b/x", "run", 3, "writer", wall=100.0, backlog_bytes=5).write(shard.folder)
     found = {name for name, *_ in await scraped(ShardMetrics(shard))}
     assert found == {name for each in SHARD for name in each.series} | set(PROCESS)

@@ -334,6 +334,49 @@ def test_a_learner_that_left_and_returned_is_down_when_killed():
     assert state_of(shard) == "down"
 
 
+ASKED = "left: it was asked to stop"
+RAN_OUT = "its connection broke and its lease ran out"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "failed", "preempted"),
+    [
+        ([ASKED, ASKED], 0, 2),
+        ([RAN_OUT, ASKED], 1, 1),
+        (["left: RuntimeError in the training loop"], 1, 0),
+        (["left: its loop has ended", "left: the run is over"], 0, 0),
+        (["", ASKED], 1, 1),
+    ],
+    ids=["preempted", "one of each", "an exception", "neither", "replaced within its lease"],
+)
+def test_shards_tell_preemptions_from_failures(
+    reasons: list[str], failed: int, preempted: int
+) -> None:
+    shard = Shard()
+    for epoch, reason in enumerate(reasons, 1):
+        shard.join(float(epoch), epoch, "a", epoch=epoch)
+        shard.write(epoch + 0.1, "event", Received("a", StepReport(1, 8, 1.0)))
+        if reason:
+            shard.write(epoch + 0.5, "effect", Evict("a", reason, reason))
+    shard.join(9.0, 9, "a", epoch=9)
+    run = run_of(shard.records)
+    (learner,) = status_of(run, run.latest).learners
+    assert (learner.failures, learner.preemptions) == (failed, preempted)
+    hows = [outage.how for outage in run.outages]
+    assert hows.count("preempted") == preempted
+    assert len(hows) == failed + preempted
+
+
+def test_a_learner_that_was_only_cut_off_has_not_failed() -> None:
+    shard = Shard()
+    shard.join(0.1, 1, "a")
+    shard.write(1.0, "event", Received("a", StepReport(1, 8, 1.0)))
+    shard.write(9.0, "effect", Evict("a", RAN_OUT, RAN_OUT))
+    assert run_of(shard.records).learners["a"].failures == 1
+    shard.join(12.0, 2, "a", epoch=1)
+    assert run_of(shard.records).learners["a"].failures == 0
+
+
 def test_a_watched_run_gives_the_same_model_of_constant_size(records, monkeypatch):
     monkeypatch.setattr(shard_fold, "ROUNDS_MAX", 3)
     monkeypatch.setattr(status, "ROUNDS_LOOKED_AT", 3)

@@ -34,8 +34,8 @@ def test_the_summary_describes_the_run(history):
         "goodput 97 %, joining 2 %, discarded 0.5 %, down 0.4 %, other 0.1 %",
         "tokens discarded 1.08k, 0.5 %",
         "learners sent 14.3 MiB, received 19.1 MiB",
-        "learner-1 108 55.3k 2.115 89 % 1 % 5.8 s 500 ms 500 ms",
-        "learner-3 80 41k 2.162 67 % 0.3 % – 750 ms 750 ms",
+        "learner-1 108 55.3k 2.115 89 % 1 % 5.8 s 500 ms 500 ms 1",
+        "learner-3 80 41k 2.162 67 % 0.3 % – 750 ms 750 ms 0",
         "shard-0 120 117 3 300 ms 120 ms 1",
         "learner-1 was killed at 30.2 s (step 52), back after 5.8 s (down 1 s, joining 4.8 s); "
         "steps lost by the others: 0",

@@ -85,6 +85,17 @@ def require_placeable(config: RunConfig) -> None:
             f"{key} in [syncer] cannot be combined with Kubernetes, which restarts shards itself "
             f"and gives all pods the same secret: leave {key} out"
         )
+    if config.learner.max_preemptions is not None:
+        raise ConfigError(
+            f"max_preemptions={config.learner.max_preemptions} in [learner] would be ignored, "
+            "because Kubernetes replaces preempted pods without a count: leave max_preemptions out"
+        )
+    if config.learner.max_failures is not None and settings.learners != "job":
+        raise ConfigError(
+            f"max_failures={config.learner.max_failures} in [learner] cannot be combined with "
+            f'learners="{settings.learners}" in [launch.kubernetes], whose count of restarts '
+            'includes preemptions: leave max_failures out, or set learners = "job"'
+        )
     if learner.hosts > 1 and settings.learners == "job":
         raise ConfigError(
             f'hosts={learner.hosts} in [launch.learner] cannot be combined with learners="job" '
@@ -300,11 +311,12 @@ def _learners_job(
         learner = shlex.join(_with_syncer(config, "learner", site=site))
         script = f'shift "$JOB_COMPLETION_INDEX"; exec {learner} --index "$1"'
         command = ["/bin/sh", "-c", script, "learner", *map(str, indices)]
+    most = config.learner.max_failures
     spec = {
         "completionMode": "Indexed",
         "completions": len(indices),
         "parallelism": len(indices),
-        "backoffLimitPerIndex": FAILURES_MAX,
+        "backoffLimitPerIndex": FAILURES_MAX if most is None else most,
         "podFailurePolicy": _failure_policy("FailIndex"),
         "template": _learner_template(config, command, site),
     }

@@ -31,7 +31,7 @@ from decoupled_diloco.launch.placement import PlacedProcess, ThisMachine
 from decoupled_diloco.launch.ports import free_ports
 from decoupled_diloco.launch.processes import LOGGER, open_tape
 from decoupled_diloco.launch.run_folder import enter_run_folder
-from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.launch.supervisor import Restarts, Supervisor
 from decoupled_diloco.launch.termination import INTERRUPTED
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.files import write_text
@@ -199,7 +199,9 @@ class Keeper:
         try:
             for name, command in self.part.commands.items():
                 own = self.name if name == self.part.name else name
-                supervisor.start(own, [*command.arguments, "--stop-with-parent"])
+                is_learner = command.arguments[0] == "learner"
+                limits = Restarts.of_learners(config) if is_learner else Restarts()
+                supervisor.start(own, [*command.arguments, "--stop-with-parent"], limits=limits)
             main = supervisor.children[self.name]
             while not (main.done or main.down):
                 self.state = "running" if main.running else "restarting"

@@ -159,6 +159,11 @@ def _require_placeable(config: RunConfig) -> None:
             "Ray a shard may run on any node and writes its address to the run folder: leave "
             "addresses out"
         )
+    if config.learner.max_preemptions is not None:
+        raise ConfigError(
+            f"max_preemptions={config.learner.max_preemptions} in [learner] would be ignored, "
+            "because Ray does not report why an actor was lost: leave max_preemptions out"
+        )
     if launch.setup:
         raise ConfigError(
             f"setup={list(launch.setup)!r} in [launch] would be ignored, because processes use the "

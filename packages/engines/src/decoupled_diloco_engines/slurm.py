@@ -26,6 +26,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.engine import SETTINGS, Job, JobState
 from decoupled_diloco.launch.processes import EVALUATOR, relay_process
 from decoupled_diloco.launch.run_folder import RunFolder
+from decoupled_diloco.launch.supervisor import Restarts
 from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.shared_folder import RELAY
 from decoupled_diloco.units import MIB
@@ -37,9 +38,6 @@ REQUEUES_MAX = 50
 MEETING_PORT = 29_500
 """First of the thousand rendezvous ports of ranks on several machines."""
 
-STARTS_MAX = 6
-"""Maximum number of consecutive failures of multi-host ranks in one job."""
-
 ANSWER_SECONDS = 60
 """Time limit of a Slurm command."""
 
@@ -48,8 +46,9 @@ DRAIN_SECONDS = 120.0
 
 _AGAIN = f"""\
 # 0: the run is over. 2: the settings are wrong. 130: SIGTERM before a time limit or a preemption.
-if [ $code = 130 ] ||
-   {{ [ $code != 0 ] && [ $code != 2 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_MAX} ]; }}
+if {{preempted}} ||
+   {{{{ [ $code != 0 ] && [ $code != 2 ] && [ $code != 130 ] &&
+      [ "${{{{SLURM_RESTART_COUNT:-0}}}}" -lt {REQUEUES_MAX} ]; }}}}
 then
     scontrol requeue "$SLURM_JOB_ID"   # Slurm refuses this for a cancelled job, as intended
 fi
@@ -80,7 +79,7 @@ while
     if [ -s "$failed" ]; then code=$(head -n 1 "$failed"); fi
     if [ $((SECONDS - begun)) -gt {LASTS_SECONDS} ]; then in_a_row=0; fi
     in_a_row=$((in_a_row + 1))
-    [ $code != 0 ] && [ $code != 2 ] && [ $code != 130 ] && [ $in_a_row -lt {STARTS_MAX} ]
+    [ $code != 0 ] && [ $code != 2 ] && [ $code != 130 ] && [ $in_a_row -le {{most}} ]
 do
     echo "a rank failed (exit code $code): all ranks restart"
 done
@@ -208,10 +207,14 @@ def _learners(config: RunConfig, folder: Path, indices: Sequence[int]) -> str:
     command = f"srun {ddiloco} --supervised\ncode=$?"
     if hosts > 1:
         failed = f"{shlex.quote(f'{folder}/logs')}/learner-$SLURM_ARRAY_TASK_ID.failed"
-        command = _TOGETHER.format(failed=failed, command=ddiloco).rstrip()
+        most = Restarts.of_learners(config).failures_max
+        command = _TOGETHER.format(failed=failed, command=ddiloco, most=most).rstrip()
     title = f"Learners {array}" if len(indices) > 1 else f"Learner {first}"
     return _script(
-        f"{title} of {config.run.name}: one job each.", options, [*_prelude(launch), command]
+        f"{title} of {config.run.name}: one job each.",
+        options,
+        [*_prelude(launch), command],
+        config.learner.max_preemptions,
     )
 
 
@@ -264,9 +267,16 @@ def _with_syncer(
     return " ".join(words)
 
 
-def _script(title: str, options: Iterable[str], lines: Iterable[str]) -> str:
+def _script(
+    title: str, options: Iterable[str], lines: Iterable[str], preemptions_max: int | None = None
+) -> str:
     directives = [f"#SBATCH {option}" for option in options]
-    return "\n".join(["#!/bin/bash", f"# {title}", *directives, "", *lines, _AGAIN])
+    preempted = "[ $code = 130 ]"
+    if preemptions_max is not None:
+        count = '"${SLURM_RESTART_COUNT:-0}"'
+        preempted = f"{{ {preempted} && [ {count} -lt {preemptions_max} ]; }}"
+    again = _AGAIN.format(preempted=preempted)
+    return "\n".join(["#!/bin/bash", f"# {title}", *directives, "", *lines, again])
 
 
 def _sbatch_options(
