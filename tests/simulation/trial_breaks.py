@@ -287,6 +287,12 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "::test_a_discarded_contribution_is_dropped_with_the_next_copy",
     ),
     Break(
+        "whole-contribution-scored",
+        "self._add(fragment, each, 1.0)",
+        "a score is that of a whole contribution, and not of its share of a merge",
+        test="unit/launch/test_scoring.py::test_a_gain_is_that_of_a_share_of_a_merge",
+    ),
+    Break(
         "oversized-learner-granted",
         "target = limit",
         "a learner of ten times the size counts twice as much as the others",

@@ -3,8 +3,11 @@
 At one instant, the evaluator keeps a copy of the global weights and their versions, the *point*.
 Some periods later, it reads from the shards' tapes which contributions were made from exactly these
 versions, and reads their payloads. A learner's gain is the held-out loss at the point minus the
-loss at the point plus its contributions. All learners are compared at one point on the same data,
-so gains differ little by chance.
+loss at the point plus its share of a merge: its contributions, divided by the number of learners.
+All learners are compared at one point on the same data, so gains differ little by chance.
+
+Whole contributions would mislead. A whole one leads far into what is special in the learner's data,
+which a merge averages out, so an honest learner with unusual data would seem harmful.
 
 It needs the run folder of the shards, a second copy of the weights, and one evaluation per learner.
 """
@@ -126,7 +129,7 @@ class Scorer:
             for learner in learners:
                 self._set(point.values)
                 for fragment, each in made[learner].items():
-                    self._add(fragment, each)
+                    self._add(fragment, each, 1 / len(learners))  # break: whole-contribution-scored
                 gains.append((learner, loss - self._workload.evaluate(self._model)["loss"]))
         finally:
             self._set(now)
@@ -138,8 +141,8 @@ class Scorer:
             tensor.copy_(own)
 
     @torch.no_grad()
-    def _add(self, fragment: int, arrived: Arrived) -> None:
-        """Add a contribution to the model's parameters."""
+    def _add(self, fragment: int, arrived: Arrived, share: float) -> None:
+        """Add a share of a contribution to the model's parameters."""
         part, path = self._plan.fragments[fragment], arrived.expected.path
         folder = self._folder / PAYLOADS / f"shard-{fragment % self._shards}"
         body = read_body(folder, path)
@@ -153,7 +156,7 @@ class Scorer:
             if start >= trained:  # buffers follow, as values and not as changes
                 return
             values = self._tensors[piece.tensor].view(-1)[piece.start : piece.stop]
-            values += (arrived.scale * change[start : start + piece.numel]).to(values)
+            values += (share * arrived.scale * change[start : start + piece.numel]).to(values)
             start += piece.numel
 
     def _read_tapes(self) -> None:

@@ -8,8 +8,8 @@ reports how it started, so a shard that restarts decides as before.
 *Scores*. An evaluator measures, from time to time, by how much each learner's own contributions
 lower the held-out loss of the copies that they were made from. A learner's score is the median of
 its last gains, in gains of the median learner: 1 is usual, and 0 does not help. What counts is each
-contribution alone. Without one of eight contributions, the merged step is hardly worse, so the
-differences between honest learners would be as large as the harm of a bad one.
+learner's share of a merge, alone. Without one of eight contributions, the merged step is hardly
+worse, so the differences between honest learners would be as large as the harm of a bad one.
 
 With ``"exclude"``, a low score gives a learner weight 0. Its contributions are still scored, so it
 counts again if they help. Fewer than half of the learners are excluded, so the median is that of an

@@ -143,7 +143,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"learner": {"zzz": 1}},
         "unknown key 'zzz' in [learner]: choose one of 'command', 'disconnect_seconds', "
         "'checkpoint_interval_seconds', 'metrics_address', 'flush_seconds', 'max_failures', "
-        "'max_preemptions', 'threads', 'device', 'precision', 'party_key', 'ranks', 'parallelism', 'sync_ranks'",
+        "'max_preemptions', 'threads', 'device', 'precision', 'party_key', 'ranks', "
+        "'parallelism', 'sync_ranks'",
     ),
     (
         {"learner": {"ranks": 0}},
