@@ -412,7 +412,8 @@ def test_a_learner_joins_for_a_while_and_leaves(tmp_path: Path) -> None:
     assert late.reasons[TOOK_PART] > 3
     assert late.lost_steps(0.0, history.duration) == 0, "a learner that has left loses no steps"
     reasons = [r.data["reason"] for r in of_type(tmp_path, "Evict")]
-    assert "left: its loop has ended" in reasons
+    assert "left: it was asked to stop" in reasons
+    assert (late.preemptions, late.failures) == (0, 0), "the launcher has asked it"
     assert not gaps(history, "learner-0")
     assert_replays(tmp_path)
 
