@@ -4,7 +4,7 @@ Eight equal learners in virtual time. One trains on shuffled labels, or sends it
 flipped signs, ten times as large, or noise of their norm instead. The reference is a run of the
 seven honest learners.
 
-    python benchmarks/trust.py --seeds 1
+    python benchmarks/trust.py --steps 144 --seeds 4 5 6 --cells 'honest$|protection|exclude|weigh'
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from virtual import RATES, SIZE, Row, compare, gap_percent, interval, mean_of
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.sync import ROBUST_RULES
 from decoupled_diloco.protocol.messages import Scored
 from decoupled_diloco.workloads import Workload, workload_of
 from decoupled_diloco_lab.simulate import LearnerSpec
@@ -45,7 +46,13 @@ class Cell:
     act: str = "off"
 
 
-CELLS = {REFERENCE: Cell("absent"), "eight honest": Cell("")} | {
+HONEST = {
+    REFERENCE: Cell("absent"),
+    "eight honest": Cell(""),
+    "eight honest, exclude": Cell("", act="exclude"),
+} | {f"{REFERENCE}, {rule}": Cell("absent", rule) for rule in ROBUST_RULES}
+
+CELLS = HONEST | {
     f"{harm}, {name}": Cell(harm, *settings)
     for harm in HARMS
     for name, settings in {
@@ -144,12 +151,16 @@ def measure(cell: Cell, seed: int, steps: int) -> Row:
 
 
 def summary(name: str, rows: dict[str, list[Row]]) -> Row:
-    """Return means over the seeds, and the paired difference from the reference."""
-    own = rows[name]
+    """Return means over the seeds, and the paired difference from seven honest learners.
+
+    ``gap_of_harm_percent``: from seven honest learners with the same rule.
+    """
+    own, same_rule = rows[name], f"{REFERENCE}, {CELLS[name].rule}"
     return {
         "mean_loss": mean_of(own, "loss"),
         "loss": interval([row["loss"] for row in own]),
         "gap_to_reference_percent": gap_percent(own, rows[REFERENCE]),
+        "gap_of_harm_percent": gap_percent(own, rows.get(same_rule, rows[REFERENCE])),
         "lowered": mean_of(own, "lowered"),
     }
 

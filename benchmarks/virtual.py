@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
-from evidence import keep, options
+from evidence import ABOUT, keep, options
 from torch import Tensor
 
 from decoupled_diloco.config import RunConfig
@@ -295,7 +295,7 @@ def compare(
     )
     kept = keep(
         arguments.name,
-        of=folder,
+        of="" if arguments.name in ABOUT else folder,
         config={"steps": arguments.steps, "seeds": arguments.seeds, **SIZE, **config},
         raw=[row for each in rows.values() for row in each],
         result={name: summary(name, rows) for name in rows},
