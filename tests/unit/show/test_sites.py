@@ -28,6 +28,7 @@ from decoupled_diloco.run_model import RunModel, run_of
 from decoupled_diloco.run_model.facts import SiteLog
 from decoupled_diloco.show.explain import explain_round, token_weights
 from decoupled_diloco.show.figures import timeline_chart
+from decoupled_diloco.show.page import document
 from decoupled_diloco.show.page.document import open_rounds, state_of_page
 from decoupled_diloco.show.page.history import PageHistory
 from decoupled_diloco.show.report import render_report
@@ -270,6 +271,16 @@ def test_terminal_and_page_list_the_sites(taped: Any) -> None:
     assert page["sites"][0] == (
         ["site-a", "connected", "a0, a1", "–", "2", "1", "0", "100 B", "100 B"]
     )
+    learners = [[name, *values] for name, values in page["learners"].items()]
+    html = (Path(document.__file__).parent / "static" / "index.html").read_text()
+    for table, rows in {
+        "learners": learners,
+        "shards": page["shards"],
+        "sites": page["sites"],
+    }.items():
+        head = re.search(rf'<table id="{table}".*?</thead>', html, re.DOTALL)
+        assert head is not None
+        assert {len(row) for row in rows} == {head[0].count("<th ")}, table
 
 
 def test_a_relay_that_never_connects_is_shown_and_soon_reported(taped: Any, tmp_path: Path) -> None:

@@ -249,10 +249,10 @@ function drawLanes() {
   const ticks = [0, 0.5, 1].map((share) => clock(share * now()));
   rows(axis, ticks, () => document.createElement("span"), put);
   by("key-training").setAttribute("class", fewEnough() ? "c0" : "training");
-  rows(by("learners").tBodies[0], names.map((name) => [name, ...state.learners[name]]), () => makeRow(10), fillRow);
-  rows(by("shards").tBodies[0], state.shards, () => makeRow(10), fillRow);
+  fillTable("learners", names.map((name) => [name, ...state.learners[name]]));
+  fillTable("shards", state.shards);
   by("sites-box").hidden = !state.sites.length;
-  rows(by("sites").tBodies[0], state.sites, () => makeRow(9), fillRow);
+  fillTable("sites", state.sites);
 }
 
 const axis = document.createElement("span");
@@ -296,7 +296,7 @@ function drawRounds() {
   const lines = state.recent.map((each) => [
     `${each.shard} ${each.round}`, each.fragment, each.step ?? "–", clock(each.at), each.took, each.fate, each.from || "–", each.without || "–",
   ]);
-  rows(by("recent").tBodies[0], lines, () => makeRow(8), fillRow);
+  fillTable("recent", lines);
 }
 
 function drawLog() {
@@ -343,6 +343,12 @@ function rows(container, items, make, fill) {
 function put(node, words) {
   const text = String(words);
   if (node.textContent !== text) node.textContent = text;
+}
+
+/** Give a table one row per item, with a cell for each column of its head. */
+function fillTable(id, items) {
+  const count = by(id).tHead.rows[0].cells.length;
+  rows(by(id).tBodies[0], items, () => makeRow(count), fillRow);
 }
 
 function makeRow(count) {
