@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +20,7 @@ from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
-from process.process_runs import PATIENCE, config_of, health, local_run, send, until, wait, when
+from process.process_runs import config_of, health, local_run, play, send, until, wait, when
 
 LANES = 40
 """Number of learners with a lane before the user requests more."""
@@ -81,13 +79,9 @@ def test_the_page_follows_a_run_through_a_killed_learner_and_a_killed_syncer(
         gone_on = text(browser, "position")
         yield from when(lambda: text(browser, "position") != gone_on)
 
-    with local_run(config) as run, contextlib.suppress(StopIteration):
+    with local_run(config) as run:
         run.start()
-        steps, deadline = script(run), time.monotonic() + PATIENCE * 90
-        while True:
-            assert time.monotonic() < deadline, browser.complaints()
-            run.supervisor.poll()
-            next(steps)
+        play(run, script(run))
     asked, refused = browser.network()
     assert {urlsplit(url).netloc for url in asked} == {urlsplit(run.addresses[0]).netloc}
     assert not any(refused)

@@ -118,6 +118,14 @@ def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 9
             script.close()  # The script may have started processes; closing it stops them.
 
 
+def play(run: LocalRun, script: Iterator[None], seconds: float = 90.0) -> None:
+    """Advance a script by one `yield` per poll until it ends; the run need not end."""
+    deadline = time.monotonic() + PATIENCE * seconds
+    for _ in script:
+        assert time.monotonic() < deadline, f"the script does not end: {logs(run.path)}"
+        run.supervisor.poll()
+
+
 def pause(seconds: float) -> Iterator[None]:
     """Yield until this time has passed."""
     deadline = time.monotonic() + seconds

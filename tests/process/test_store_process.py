@@ -181,7 +181,7 @@ def test_shards_on_two_machines_continue_on_one_from_the_store_alone(
     """Shard 0 has one folder, and shards 1 and 2 have another one."""
     interval = 2.0
     address = server.address("runs/parts") if scheme == "s3" else f"file://{tmp_path}/store"
-    run = {"max_steps": 240, "store": address, "store_interval_seconds": interval}
+    run = {"max_steps": 100_000, "store": address, "store_interval_seconds": interval}
     commands = on_two_machines(tmp_path, run)
     with contextlib.ExitStack() as stack:
         running = started(stack, commands)
@@ -201,12 +201,13 @@ def test_shards_on_two_machines_continue_on_one_from_the_store_alone(
     assert max(killed - wall for wall in taken.values()) < PATIENCE * interval
     folders = {0: tmp_path / "a", 1: tmp_path / "b", 2: tmp_path / "b"}
     due = {each: clock_of(folders[each], each, taken[each] - FLUSH_SECONDS) for each in folders}
+    short = f"run.max_steps={clock_of(tmp_path / 'a') + 20}"
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
     shown = output_of("status", address)
     assert "part shard-1" in shown
     other = tmp_path / "other"
-    here = ["--set", f"run.folder={other}", "--set", "syncer.addresses=[]"]
+    here = ["--set", f"run.folder={other}", "--set", "syncer.addresses=[]", "--set", short]
     done = ddiloco("train", "--resume", address, *here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (other / "weights.safetensors").is_file()
