@@ -12,7 +12,8 @@ A learner's own past can raise its limit: its data or batches may make its updat
 of the others. The limit then is as far above its own usual size. A usual size of more than three
 medians counts as a fault: it does not raise the limit, and what exceeds the limit is clipped to the
 usual norm of the fragment. The first contributions to a fragment, which have no limit yet, are then
-divided by this size.
+divided by this size. An honest learner is larger once or twice, so the first two sizes count as a
+fault only above nine and four and a half medians.
 
 Norms above the limit are recorded as well. One bad learner among many does not move a median, and
 if all norms grow (a higher learning rate), the limit follows.
@@ -102,6 +103,17 @@ def norm_limit(
     return limit, middle
 
 
+def faulty_size(own: Sequence[float]) -> float | None:
+    """Return a learner's usual size if it is too large for an honest learner.
+
+    >>> faulty_size([4.0, 4.0]), faulty_size([4.0, 4.0, 4.0]), faulty_size([10.0])
+    (None, 4.0, 10.0)
+    """
+    size = median(own or [1.0])
+    few = max(1.0, OWN_MIN / len(own)) if own else 1.0
+    return size if size > few * OWN_SIZE_MAX else None
+
+
 def remember(samples: list[Sample], norm: float, steps: int) -> None:
     """Record a contribution's norm."""
     samples.append((norm, steps))
@@ -152,12 +164,12 @@ def tokens_believed(state: SyncerState, event: BodyArrived) -> int:
 def gate_scale(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
     """Return the gate's scale for a contribution (0: refused) and the reason."""
     norms, own = state.fragments[event.fragment].norms, state.identities[event.learner].sizes
-    size = median(own or [1.0])
+    size = faulty_size(own)
     found = norm_limit(norms, own, event.steps, options.norm_gate)
     # Recorded whatever the decision: if all norms grow, the limit must follow.
     remember(norms, event.norm, event.steps)
     if found is None:
-        if size <= OWN_SIZE_MAX:
+        if size is None:
             return (1.0, "")
         target = event.norm / size
         text = f"norm={event.norm:.3g}, and its norms are usually {size:.3g} times those of others"
@@ -166,7 +178,7 @@ def gate_scale(state: SyncerState, options: Options, event: BodyArrived) -> tupl
         remember_own(own, event.norm, usual)
         if event.norm <= limit:
             return (1.0, "")
-        target = usual if size > OWN_SIZE_MAX else limit  # break: oversized-learner-granted
+        target = limit if size is None else usual  # break: oversized-learner-granted
         text = (
             f"norm={event.norm:.3g} in {event.steps} steps exceeds the limit of {limit:.3g}; "
             f"the usual norm of this fragment is {usual:.3g}"

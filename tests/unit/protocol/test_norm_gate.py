@@ -193,6 +193,14 @@ def test_a_learner_of_ten_times_the_size_counts_like_the_others(shard_bench: Any
     assert {norm for each in merged for norm in each[1:]} == {1.0}, "no honest one is clipped"
 
 
+def test_a_learner_that_was_larger_once_or_twice_is_not_clipped(shard_bench: Any) -> None:
+    norms = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 3.4}
+    bench = shard_bench(*norms, fragments=4, period=4, norm_gate=10.0, participants="all", quorum=4)
+    assert merged_norms(bench, norms, 1) == [[1.0, 1.0, 1.0, 3.4]], "below the limit of 3.7"
+    usual = {"d": 0.5, "a": 1.0, "b": 1.0, "c": 1.0}
+    assert merged_norms(bench, usual, 3) == [[0.5, 1.0, 1.0, 1.0]] * 3
+
+
 def test_a_larger_learner_is_clipped_until_its_past_is_known(
     shard_bench: Any,
 ) -> None:
