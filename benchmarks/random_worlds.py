@@ -3,8 +3,9 @@
     python benchmarks/random_worlds.py --hours 8
 
 The record, ``results/worlds/raw.jsonl``, has one line per block of seeds: the first seed, the
-number of worlds, the commit, the events checked, CPU seconds, and the worlds that failed.
-`result.json` has the totals.
+number of worlds, their kind, the commit, the events checked, CPU seconds, and the worlds that
+failed, each with the command that repeats it. `result.json` has the totals. Devices and ranks are
+drawn in every kind that allows them.
 """
 
 from __future__ import annotations
@@ -18,29 +19,40 @@ from typing import Any
 from evidence import HERE, RESULTS, keep, options
 
 from worlds import worlds
+from worlds.shrink import Changes
+
+KINDS = {
+    "plain": Changes(),
+    "relays": Changes(relays=True),
+    "secure sums": Changes(secure=True),
+    "secure sums with relays": Changes(secure=True, relays=True),
+    "parties with quotas": Changes(quotas=True),
+}
+"""The kind of a block of worlds; blocks take turns."""
 
 RECORD = RESULTS / "worlds" / "raw.jsonl"
-BLOCK = 500
+BLOCK = 100
 """Worlds per line of the record."""
 
 
-def block(first: int, commit: str, deadline: float) -> dict[str, Any]:
+def block(first: int, kind: str, commit: str, deadline: float) -> dict[str, Any]:
     """Run the worlds with seeds from `first` on, until the deadline (monotonic, s)."""
     seed, events, seconds = first, 0, 0.0
     failed: dict[int, str] = {}
     while seed < first + BLOCK and time.monotonic() < deadline:
         try:
-            report = worlds.run(seed)
+            report = worlds.run(seed, changes=KINDS[kind])
             events += report.events
             seconds += report.processor_seconds
             worlds.collect(first=seed == first)
         except Exception as error:  # any error; the seed reproduces it
-            failed[seed] = repr(error)[:300]
+            failed[seed] = f"{worlds.command(seed, KINDS[kind])}: {repr(error)[:300]}"
             print(f"{seed}: {failed[seed]}", flush=True)
         seed += 1
     return {
         "first": first,
         "worlds": seed - first,
+        "kind": kind,
         "commit": commit,
         "events": events,
         "processor_seconds": round(seconds, 1),
@@ -60,17 +72,22 @@ def main() -> None:
     with RECORD.open("a") as record:
         while time.monotonic() < deadline:
             first = blocks[-1]["first"] + blocks[-1]["worlds"] if blocks else 0
-            blocks.append(block(first, commit, deadline))
+            kind = list(KINDS)[len(blocks) % len(KINDS)]
+            blocks.append(block(first, kind, commit, deadline))
             print(json.dumps(blocks[-1]), file=record, flush=True)
     count = sum(each["worlds"] for each in blocks)
     failed = {seed: why for each in blocks for seed, why in each["failed"].items()}
     seconds = sum(each["processor_seconds"] for each in blocks)
+    by_kind = dict.fromkeys(KINDS, 0)
+    for each in blocks:
+        by_kind[each.get("kind", "plain")] += each["worlds"]
     keep(
         "worlds",
         config={"hours of this piece": arguments.hours},
         raw={"lines of": RECORD.name, "worlds": count, "failed worlds": failed},
         result={
             "worlds": count,
+            **by_kind,
             "failed worlds": len(failed),
             "checked events": sum(each["events"] for each in blocks),
             "CPU hours": round(seconds / 3600, 2),

@@ -25,9 +25,16 @@ SECRET = {"SumClaim": "keys", "SumShares": "shares", "SumOpening": "shares", "Su
 
 
 def run(
-    folder: Path, privacy: dict[str, Any], rule: str, relays: Sequence[RelaySpec] = ()
+    folder: Path,
+    privacy: dict[str, Any],
+    rule: str,
+    relays: Sequence[RelaySpec] = (),
+    leap: float = 0.0,
 ) -> tuple[list[Tensor], set[tuple[int, int, tuple[str, ...]]]]:
-    """Return the weights, and the participants of each merged round before the end."""
+    """Return the weights, and the participants of each merged round before the end.
+
+    The shard's clock jumps ahead by ``leap`` seconds on the way.
+    """
     folder.mkdir()
     run = {"name": "secure", "learners": 4, "max_steps": 24, "folder": folder}
     codec = {"downlink": "fp32"} | ({} if privacy else {"uplink": "fp32"})
@@ -65,6 +72,9 @@ def run(
 
     system.recorders.append(on_event)
     try:
+        if leap:
+            system.run(until=500.0, stop=lambda: min_clock(system) >= 8)
+            system.shards[0].leap(leap)
         # Before the end, whose closing sweep takes what is under way in another order.
         system.run(until=500.0, stop=lambda: min_clock(system) >= 20)
         assert system.error is None
@@ -89,6 +99,15 @@ def test_the_weights_are_those_of_a_run_without_secure_sums(
     assert len(merged) >= 8
     for ours, theirs in zip(secure, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_clock_that_jumps_costs_a_secure_sum_at_most_its_open_rounds(tmp_path: Path) -> None:
+    privacy = {"secure_sums": True}
+    _, usual = run(tmp_path / "usual", privacy, "rda")
+    _, merged = run(tmp_path / "leap", privacy, "rda", leap=1000.0)
+    assert len(merged) >= len(usual) - len(SIZES)
+    assert {learners for _, _, learners in merged} == {tuple(f"learner-{n}" for n in range(4))}
+    assert max(tick for _, tick, _ in merged) >= 18, "rounds go on after the jump"
 
 
 def test_the_tapes_have_no_keys_and_no_shares(tmp_path: Path) -> None:
