@@ -12,8 +12,8 @@ A learner's own past can raise its limit: its data or batches may make its updat
 of the others. The limit then is as far above its own usual size. A usual size of more than three
 medians counts as a fault: it does not raise the limit, and what exceeds the limit is clipped to the
 usual norm of the fragment. The first contributions to a fragment, which have no limit yet, are then
-divided by this size. An honest learner is larger once or twice, so the first two sizes count as a
-fault only above nine and four and a half medians.
+divided by this size. An honest learner may be larger once, so a single size counts as a fault only
+above six medians.
 
 Norms above the limit are recorded as well. One bad learner among many does not move a median, and
 if all norms grow (a higher learning rate), the limit follows.
@@ -106,12 +106,12 @@ def norm_limit(
 def faulty_size(own: Sequence[float]) -> float | None:
     """Return a learner's usual size if it is too large for an honest learner.
 
-    >>> faulty_size([4.0, 4.0]), faulty_size([4.0, 4.0, 4.0]), faulty_size([10.0])
+    >>> faulty_size([4.0]), faulty_size([4.0, 4.0]), faulty_size([10.0])
     (None, 4.0, 10.0)
     """
     size = median(own or [1.0])
-    few = max(1.0, OWN_MIN / len(own)) if own else 1.0
-    return size if size > few * OWN_SIZE_MAX else None
+    most = OWN_SIZE_MAX if len(own) > 1 else 2 * OWN_SIZE_MAX
+    return size if size > most else None
 
 
 def remember(samples: list[Sample], norm: float, steps: int) -> None:
