@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 import time
@@ -26,6 +25,7 @@ from decoupled_diloco.protocol.messages import Apply, RoundFinished, StepFinishe
 from decoupled_diloco.workloads import Workload, load_workload
 from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.training import train_virtually
+from decoupled_diloco_lab.study.statistics import interval as student
 
 Row = dict[str, Any]
 Of = TypeVar("Of")
@@ -223,12 +223,9 @@ class Cell:
 
 def interval(values: Sequence[float]) -> dict[str, float]:
     """Return mean and 95 % interval (Student's t)."""
-    mean = statistics.mean(values)
     if len(values) < 2:
-        return {"mean": mean}
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[len(values)]
-    half = t * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "low": mean - half, "high": mean + half}
+        return {"mean": values[0]}
+    return dict(zip(("mean", "low", "high"), student(values), strict=True))
 
 
 def mean_of(rows: list[Row], name: str) -> Any:

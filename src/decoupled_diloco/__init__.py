@@ -91,9 +91,22 @@ def __getattr__(name: str) -> Any:
     """Import modules that need torch at their first use, so that the command line starts fast."""
     if name == "data":
         return importlib.import_module(f"{__name__}.data")
+    if name == "lab":
+        return _lab()
     if name in _MODULES:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_suggestion(name)}")
+
+
+def _lab() -> Any:
+    """Return the module with which another distribution tries methods."""
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=f"{__name__}.modules", name="lab"):
+        return entry.load()
+    raise ModuleNotFoundError(
+        f"{__name__}.lab is not installed: run pip install -e packages/lab in the clone"
+    )
 
 
 _EARLIER = {

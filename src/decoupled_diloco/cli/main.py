@@ -34,6 +34,7 @@ from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.mirror_command import mirror
 from decoupled_diloco.cli.parties_command import parties
+from decoupled_diloco.cli.plugins_command import plugins
 from decoupled_diloco.cli.privacy_command import privacy
 from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay_command import replay
@@ -63,7 +64,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
         *(audit, track, metrics, traces),
     ),
     OPERATE: (stop, checkpoint, kill, mirror),
-    PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals, privacy),
+    PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals, privacy, plugins),
     DEBUG: (events, replay, ("simulate", "lab"), ("scenarios", "lab"), ("chaos", "lab")),
 }
 """The commands of each group; a pair names a command of another distribution, and its extra."""

@@ -110,6 +110,31 @@ def allow_codec(name: str) -> None:
     _register_codec(name, _function(f"codec {name!r}", name))
 
 
+def register_method(kind: str, name: str, function: Callable[..., Any]) -> None:
+    """Register a function of this program, after a trial, for runs in this process.
+
+    Args:
+        kind: "codec", "outer optimizer" or "merge rule".
+        name: Its name in configurations and on the tape, of the form ``"module:function"``.
+        function: See `merge.register_own_codec`, `merge.register_own_outer` and
+            `merge.rules.register_rule`.
+
+    Raises:
+        ConfigError: The function fails its trial.
+    """
+    _REGISTER[kind](name, function)
+    _imported.add(name.partition(":")[0])
+
+
+def method_named(name: str) -> Callable[..., Any]:
+    """Return the function of a name ``"module:function"``, whose module is imported.
+
+    Raises:
+        ConfigError: The module or the function is missing.
+    """
+    return _function(f"method {name!r}", name)
+
+
 def plugin_versions() -> dict[str, str]:
     """The version and the source's digest of each module from which this process took a method."""
     from decoupled_diloco.merge.codec import own_codecs

@@ -40,6 +40,7 @@ USAGES = [
     "goodput [OPTIONS]",
     "intervals [OPTIONS] [CONFIG|RUN]",
     "privacy [OPTIONS] CONFIG",
+    "plugins [OPTIONS]",
     "events [OPTIONS] [RUN]",
     "replay [OPTIONS] [RUN]",
     "simulate [OPTIONS] SCENARIO",

@@ -1,4 +1,4 @@
-"""Simulated runs, fault injection into real runs, and the replay of weights."""
+"""Studies of methods, simulated runs, fault injection into real runs, and the replay of weights."""
 
 from pathlib import Path
 

@@ -1,0 +1,74 @@
+"""`ddiloco plugins`: list the methods, workloads and commands that a run can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import NamedTuple
+
+import typer
+
+from decoupled_diloco._version import __version__
+from decoupled_diloco.cli.command_line import CommandOptions, command
+from decoupled_diloco.cli.shared_options import make_console
+from decoupled_diloco.config.plugins import GROUP
+from decoupled_diloco.config.sync import BITS, MOMENTUM_DEFAULTS, ROBUST_RULES, SUMMED_RULES
+from decoupled_diloco.workloads import BUILT_IN
+
+SHIPPED = {
+    "codec": tuple(BITS),
+    "merge rule": SUMMED_RULES + ROBUST_RULES,
+    "outer optimizer": tuple(MOMENTUM_DEFAULTS),
+    "workload": BUILT_IN,
+}
+"""The names of this package's methods and workloads, by kind."""
+
+KINDS = {GROUP: "codec"} | {f"{GROUP}.{kind}s": kind for kind in ("workload", "command", "module")}
+"""The kind of each entry-point group."""
+
+
+class Plugin(NamedTuple):
+    """One name that a run's file or the command line can use."""
+
+    kind: str
+    name: str
+    version: str
+    module: str
+
+
+class PluginsOptions(CommandOptions):
+    """Options of `ddiloco plugins`."""
+
+
+@command(PluginsOptions)
+def plugins(options: PluginsOptions) -> None:
+    """List codecs, merge rules, outer optimizers, workloads and commands, with their versions.
+
+    Those of this package come first, then those of other installed packages. Any class of
+    torch.optim is an outer optimizer, too.
+    """
+    found = [*_shipped(), *_installed()]
+    console = make_console()
+    if not console.is_terminal:
+        for each in found:
+            typer.echo("\t".join(each))
+        return
+    from rich.table import Table
+
+    table = Table(*Plugin._fields, box=None)
+    for each in found:
+        table.add_row(*each)
+    console.print(table)
+
+
+def _shipped() -> Iterator[Plugin]:
+    for kind, names in SHIPPED.items():
+        yield from (Plugin(kind, name, __version__, GROUP) for name in names)
+
+
+def _installed() -> Iterator[Plugin]:
+    """Yield the entry points of installed packages, without an import of their code."""
+    for group, kind in KINDS.items():
+        for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+            version = entry.dist.version if entry.dist is not None else ""
+            yield Plugin(kind, entry.name, version, entry.value)
