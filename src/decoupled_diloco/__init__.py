@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _lab() -> Any:
-    """Return the module with which another distribution tries methods."""
+    """Return the lab, which a separate package provides."""
     from importlib.metadata import entry_points
 
     for entry in entry_points(group=f"{__name__}.modules", name="lab"):
