@@ -340,7 +340,7 @@ class MomentSettings(Settings):
     """Keys of the moments in the optimizer's state, such as those of torch.optim. A bar separates
     keys of which each parameter has at most one: Muon and SGD have "momentum_buffer" where Adam has
     "exp_avg". Each moment must have its parameter's shape, and each entry must exist for at least
-    one parameter. An entry costs 16 bytes per parameter at the shards, and 4 at each learner."""
+    one parameter. An entry costs 8 bytes per parameter at the shards, and 4 at each learner."""
 
     @model_validator(mode="after")
     def _check_names(self) -> MomentSettings:

@@ -184,11 +184,11 @@ class Layout:
         kept = tuple(spec for spec in self.tensors if not spec.is_moment)
         return self if len(kept) == len(self.tensors) else replace(self, tensors=kept)
 
-    def with_moments(self, slots: Sequence[str]) -> Layout:
-        """Return the layout with one moment per slot and parameter, in this order, at the end.
+    def with_moments(self, names: Sequence[str]) -> Layout:
+        """Return the layout with one moment per name and parameter, in this order, at the end.
 
         Args:
-            slots: Each is a key in the optimizer's state, or several, separated by ``|``, of which
+            names: Each is a key in the optimizer's state, or several, separated by ``|``, of which
                 a parameter has at most one.
 
         >>> spec = TensorSpec("weight", (2, 3), "bfloat16", "matrix")
@@ -197,8 +197,8 @@ class Layout:
         """
         model = self.of_model
         moments = tuple(
-            TensorSpec(f"{spec.name}@{slot}", spec.shape, "float32", "moment")
-            for slot in slots
+            TensorSpec(f"{spec.name}@{name}", spec.shape, "float32", "moment")
+            for name in names
             for spec in model.tensors[: model.trained]
         )
         return replace(model, tensors=model.tensors + moments) if moments else model

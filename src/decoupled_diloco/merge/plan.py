@@ -66,12 +66,12 @@ class MomentPlan:
     Attributes:
         every: A contribution has moments if its base has a multiple of this number as its counter.
         codec: Their codec.
-        slots: See `Layout.with_moments`.
+        names: See `Layout.with_moments`.
     """
 
     every: int
     codec: Codec
-    slots: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class MergePlan:
         """
         model = layout.of_model
         parts = mapped(model, modules) if modules else partition(model, fragments, strategy)
-        whole = model if moments is None else model.with_moments(moments.slots)
+        whole = model if moments is None else model.with_moments(moments.names)
         return cls(
             layout=whole,
             fragments=parts if moments is None else with_moments(parts, whole),

@@ -26,7 +26,7 @@ from decoupled_diloco.merge.sum_payload import read_sum, write_sum
 from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
 
-SLOTS = ("exp_avg|momentum_buffer", "exp_avg_sq")
+NAMES = ("exp_avg|momentum_buffer", "exp_avg_sq")
 
 
 class Model(nn.Module):
@@ -50,7 +50,7 @@ def plan_for(moments: MomentPlan | None = None, **changes: Any) -> MergePlan:
 
 
 def moments_for(every: int = 1, name: str = "bf16") -> MomentPlan:
-    return MomentPlan(every, codec(name), SLOTS)
+    return MomentPlan(every, codec(name), NAMES)
 
 
 def contribution(plan: MergePlan, seed: int, *, moments: bool = True) -> Tensor:
@@ -63,12 +63,12 @@ def contribution(plan: MergePlan, seed: int, *, moments: bool = True) -> Tensor:
 
 def test_moments_follow_all_tensors_of_the_model() -> None:
     model = layout_of(Model())
-    whole = model.with_moments(SLOTS)
+    whole = model.with_moments(NAMES)
     assert whole.tensors[: len(model.tensors)] == model.tensors
     assert whole.of_model == model
     assert len(whole.tensors) == len(model.tensors) + 2 * model.trained
     assert whole.fingerprint != model.fingerprint
-    assert whole.with_moments(SLOTS) == whole, "moments are never added twice"
+    assert whole.with_moments(NAMES) == whole, "moments are never added twice"
     assert Layout.from_json(whole.to_json()) == whole
     owner, keys = whole.moment(len(whole.tensors) - 1)
     assert (owner, keys) == (model.trained - 1, ("exp_avg_sq",))
@@ -76,7 +76,7 @@ def test_moments_follow_all_tensors_of_the_model() -> None:
 
 
 def test_a_moment_before_a_buffer_is_rejected() -> None:
-    data = layout_of(Model()).with_moments(SLOTS).to_json()
+    data = layout_of(Model()).with_moments(NAMES).to_json()
     data["tensors"].insert(0, data["tensors"].pop())
     with pytest.raises(ProtocolError, match="or either after a moment"):
         Layout.from_json(data)
