@@ -226,6 +226,18 @@ class Accumulator:
         )
         return math.sqrt(norms), math.sqrt(math.fsum(means))
 
+    @property
+    def moment_weight(self) -> float:
+        """The largest weight with which a moment counts, at most `weight` in a valid sum."""
+        return max(
+            (
+                each
+                for each, segment in zip(self._norm_sums, self.segments, strict=True)
+                if segment.merge == "moment"
+            ),
+            default=0.0,
+        )
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors, for safetensors; the sums are shared, not copied."""
         sums = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import (
     Layout,
     body_digest,
@@ -194,3 +194,23 @@ def test_a_shard_keeps_moments_that_no_contribution_has() -> None:
             assert torch.allclose(copy.whole[first:], values[first:])
             expected = copy.whole[first:]
         assert torch.equal(copy.whole[first:], expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0])
+def test_a_relay_cannot_give_moments_more_weight_than_was_ordered(share: float) -> None:
+    plan, ask, name = plan_for(moments_for()), Asking(1, 1), ("site-a", 1)
+    accumulator, vector = plan.accumulator(0), contribution(plan, 0)
+    assert isinstance(accumulator, Accumulator)
+    accumulator.add(vector, plan.weight(40, 4))
+    merges = [segment.merge for segment in accumulator.segments]
+    for index, merge_of in enumerate(merges):
+        accumulator._norm_sums[index] *= share if merge_of == "moment" else 1.0
+    shard = ShardTensors(plan, (0,))
+    shard.reported(0, ask, float(vector[: plan.moments_start(0)].norm()))
+    shard.folded_at_relay(0, ask, 4, 40, 1.0, 1.0)
+    shard.verify_sum(0, name, *write_sum(plan, 0, accumulator, ())[:2])
+    if share > 1:
+        with pytest.raises(MergeError, match="has moments of weight 800, but 400 was ordered"):
+            shard.check_sum(0, name, [ask])
+    else:
+        shard.check_sum(0, name, [ask])
