@@ -69,7 +69,7 @@ from decoupled_diloco.learner.learner_model import (
 )
 from decoupled_diloco.learner.loops import StepTokens, attached, batches_of
 from decoupled_diloco.learner.membership import Membership, open_tape
-from decoupled_diloco.learner.optimizers import InnerOptimizers, Optimizers
+from decoupled_diloco.learner.optimizers import InnerOptimizers, Moments, Optimizers
 from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     MakeTape,
@@ -82,12 +82,17 @@ from decoupled_diloco.learner.option_groups import (
     chosen,
     in_one_line,
 )
-from decoupled_diloco.learner.parameter_store import FollowedStore, ModuleStore, ParameterStore
+from decoupled_diloco.learner.parameter_store import (
+    FollowedStore,
+    ModuleStore,
+    MomentStore,
+    ParameterStore,
+)
 from decoupled_diloco.learner.party import Party, Solo
 from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.reports import StepLosses, StepReports
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.merge.layout import unwrapped
+from decoupled_diloco.merge.layout import named_tensors, unwrapped
 from decoupled_diloco.protocol.leaving import ASKED_TO_STOP
 from decoupled_diloco.protocol.messages import GainsMeasured, Paused
 from decoupled_diloco.ranks.group import chosen_sync_ranks, is_sharded, ranks_of_this_job
@@ -717,7 +722,7 @@ class Observer:
         self._evaluations: TapeWriter | None = None
         self._closed = False
         self._membership = Membership(
-            ModuleStore(model),
+            MomentStore(ModuleStore(model), named_tensors(model), None),
             connection,
             given,
             name=given.name or f"observer-{given.participant_name}",
@@ -925,4 +930,6 @@ def _alone(model: Model, optimizers: InnerOptimizers | None) -> tuple[ParameterS
     if trained.copies is not None:
         parameters = unwrapped(trained.given.named_parameters(remove_duplicate=False))
         store = FollowedStore(store, dict(parameters), trained.copies)
+    if optimizers is not None:
+        store = MomentStore(store, named_tensors(module), Moments(optimizers))
     return store, trained

@@ -10,6 +10,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.party import Solo
 from decoupled_diloco.merge import scatter, tensors_of
+from decoupled_diloco.merge.fragments import clipped
 from decoupled_diloco.participants import Learner
 
 
@@ -71,5 +72,7 @@ class ProximalTerm:
                 continue
             values = tensors.published[index]
             assert isinstance(values, Tensor), "a learner with one process has whole copies"
-            scatter(tensors.plan.fragments[index], values, self._anchors)
+            stop = tensors.plan.moments_start(index)
+            model = clipped(tensors.plan.fragments[index], 0, stop)
+            scatter(model, values[:stop], self._anchors)
             self._versions[index] = version

@@ -170,8 +170,8 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         ConfigError: The layout cannot be divided into this number of fragments, or a secure sum has
             no room for the noise of a fragment.
     """
-    from decoupled_diloco.merge import make_outer  # imports torch, which a launcher does not need
-    from decoupled_diloco.merge.plan import MergePlan
+    from decoupled_diloco.merge import codec, make_outer  # torch, which a launcher does not need
+    from decoupled_diloco.merge.plan import MergePlan, MomentPlan
 
     sync, outer = config.sync, config.outer
 
@@ -193,6 +193,9 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         buffers="one" if sync.merge.buffers == "one" else "mean",
         feedback=None if config.privacy.secure_sums else sync.codec.feedback,
         trim=sync.merge.trim,
+        moments=None
+        if sync.moments is None
+        else MomentPlan(sync.moments.every, codec(sync.moments.codec), sync.moments.names),
     )
     return replace(plan, secure=_fixed_point(plan, config))
 
@@ -217,4 +220,5 @@ def mechanism_of(plan: MergePlan, config: RunConfig) -> Mechanism | None:
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:
     """The part of a model's layout that the run syncs: buffers only if they are merged."""
-    return layout.without_buffers() if config.sync.merge.buffers == "local" else layout
+    model = layout.of_model
+    return model.without_buffers() if config.sync.merge.buffers == "local" else model

@@ -245,6 +245,11 @@ def check_dp(
             "it would allow publishing all that one random learner has: write "
             f"{0.1 / learners:.0e} or less"
         )
+    if sync.moments is not None:
+        raise ConfigError(
+            "[sync.moments] cannot be combined with [privacy.dp], because moments are values "
+            "without a bound: take [sync.moments] out"
+        )
     merge = sync.merge
     unbounded = (
         (

@@ -738,6 +738,13 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_tables_against_each_other(self) -> RunConfig:
         learners, fragments = self.run.learners, self.sync.fragments
+        for index, name in enumerate(self.learner_ids if self.sync.moments else ()):
+            if self.learner.ranks_of(index) > 1:
+                raise ConfigError(
+                    f"ranks={self.learner.ranks_of(index)} of {name} in [learner] cannot be "
+                    "combined with [sync.moments], which needs learners with one rank: set "
+                    "ranks=1, or take [sync.moments] out"
+                )
         if self.sync.quorum > learners:
             raise ConfigError(
                 f"quorum={self.sync.quorum} in [sync] exceeds learners={learners} in [run]: "
@@ -951,6 +958,11 @@ class RunConfig(Settings):
             raise ConfigError(
                 f"learners={learners} in [run] exceeds {MEMBERS_MAX} with secure_sums=true in "
                 "[privacy], whose cohort must fit into one message: start fewer learners"
+            )
+        if sync.moments is not None:
+            raise ConfigError(
+                "[sync.moments] cannot be combined with secure_sums=true in [privacy], because "
+                "moments have no bound for its fixed point: take one of them out"
             )
         why = "because a shard must not see single contributions"
         refused = (

@@ -316,6 +316,51 @@ class DeviceSettings(Settings):
         return dict.fromkeys(("draw", "visit_seconds"), "without cohort") if not self.cohort else {}
 
 
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+"""State keys of squares, by whose root an optimizer divides."""
+
+
+class MomentSettings(Settings):
+    """`[sync.moments]`: learners also merge the moments of their inner optimizers.
+
+    A learner that joins or comes back receives them with the weights.
+    """
+
+    table: ClassVar[str] = "[sync.moments]"
+
+    every: int = Field(default=1, ge=1)
+    """How often moments are merged: with every n-th version of their fragment, at least 1. The
+    other contributions contain only weights."""
+
+    codec: Literal["fp32", "bf16", "int8"] = "bf16"
+    """Number format of moments, uplink and downlink. "int8" halves their traffic. It rounds small
+    values to 0, so it cannot be used for second moments."""
+
+    names: Names = Field(default=("exp_avg|momentum_buffer", "exp_avg_sq"), min_length=1)
+    """Keys of the moments in the optimizer's state, such as those of torch.optim. A bar separates
+    keys of which each parameter has at most one: Muon and SGD have "momentum_buffer" where Adam has
+    "exp_avg". Each moment must have its parameter's shape, and each entry must exist for at least
+    one parameter. An entry costs 8 bytes per parameter at the shards, and 4 at each learner."""
+
+    @model_validator(mode="after")
+    def _check_names(self) -> MomentSettings:
+        for name in self.names:
+            keys = name.split("|")
+            if "@" in name or not all(keys):
+                raise ConfigError(
+                    f"names has {name!r} in {self.table}, which is not a valid key of a state: "
+                    "write keys, separated by '|'"
+                )
+            second = next((key for key in keys if key in SECOND_MOMENTS), None)
+            if self.codec == "int8" and second is not None:
+                raise ConfigError(
+                    f"codec='int8' in {self.table} cannot be combined with {second!r} in names, "
+                    "because a divisor that is rounded to 0 makes a step far too long: set "
+                    "codec='bf16', or names=['exp_avg|momentum_buffer']"
+                )
+        return self
+
+
 class ApplySettings(Settings):
     """`[sync.apply]`: how learners apply merged fragments."""
 
@@ -434,6 +479,10 @@ class SyncSettings(Settings):
 
     partition: PartitionSettings = Field(default_factory=PartitionSettings)
     """How parameters become fragments."""
+
+    moments: MomentSettings | None = None
+    """How the moments of the inner optimizer are merged. It needs learners with one rank. Default:
+    each learner keeps its own."""
 
     devices: DeviceSettings | None = None
     """Settings for devices, which are disconnected most of the time. It needs

@@ -140,6 +140,16 @@ class Boundary:
             # The provider's optimizer keeps copies of the provider's weights.
             trained.copies.reset(trained.module.parameters())
 
+    def settle_moments(self) -> None:
+        """Let moments that arrived before the first step take effect after it.
+
+        Raises:
+            ConfigError: The optimizer has no such moments.
+        """
+        shared = self.membership.shared
+        with self.membership.background.changed:
+            shared.tensors.stepped(shared.machine.global_step)
+
     def at(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
         """Execute a boundary; a checkpoint of the run is taken first."""
         background, checkpointer = self.membership.background, self.checkpointer

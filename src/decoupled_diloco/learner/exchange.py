@@ -24,6 +24,7 @@ Shapes: N elements of a fragment; B bytes of a payload.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -33,6 +34,7 @@ from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.parameter_store import (
     Copied,
     HostCopy,
+    MomentStore,
     ParameterStore,
     Rounded,
     Values,
@@ -49,7 +51,11 @@ Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
 @dataclass(frozen=True)
 class Capture:
-    """A snapshot and the published copy it was trained from, to be encoded later."""
+    """A snapshot and the published copy it was trained from, to be encoded later.
+
+    Attributes:
+        moments: Whether the contribution has the moments of the snapshot, if it has any.
+    """
 
     plan: MergePlan
     fragment: int
@@ -57,9 +63,10 @@ class Capture:
     published: Values
     residuals: tuple[Values, ...] = ()
     mechanism: Mechanism | None = None
+    moments: bool = True
 
     def packed(self, body: Tensor, codec_name: str) -> Tensor:
-        """Return an encoded contribution without the buffers that equal the published copy's."""
+        """Return a payload without absent moments and the buffers that the published copy has."""
         buffers = self.plan.buffers_of(self.fragment, self.published)
         return packed(body, buffers, self.plan.uplink_of(self.fragment, codec_name))
 
@@ -70,6 +77,8 @@ class Capture:
         if self.mechanism is not None:
             # The learner itself limits what any process can learn from its contribution.
             self.mechanism.clip_(d)
+        if not self.moments:
+            d[self.plan.moments_start(self.fragment) :] = math.nan
         return d
 
     def encode(self, codec_name: str) -> tuple[Tensor, str, Tensor | None]:
@@ -103,6 +112,9 @@ class LearnerTensors:
         blend_alpha: α of ``alignment="blend"``: the share of the learner's own parameters.
         mechanism: How contributions are clipped and get noise; ``None``: without differential
             privacy.
+
+    Raises:
+        ConfigError: The run merges moments, which this learner does not have.
     """
 
     def __init__(
@@ -116,6 +128,7 @@ class LearnerTensors:
         self.store = store
         self.blend_alpha = blend_alpha
         self.mechanism = mechanism
+        store.admit(plan.layout)
         count = len(plan.fragments)
         self.published: list[Values | None] = [None] * count
         self.staged: list[Values | None] = [None] * count
@@ -126,7 +139,8 @@ class LearnerTensors:
 
     @at_decision(SendBody)
     def _capture(self, order: SendBody) -> Capture:
-        return self.capture(order.fragment, order.ask)
+        moments = self.plan.sends_moments(order.base.counter)
+        return self.capture(order.fragment, order.ask, moments=moments)
 
     @at_decision(SendCopy)
     def _copy(self, order: SendCopy) -> HostCopy:
@@ -139,6 +153,12 @@ class LearnerTensors:
     @at_decision(ForgetResidual)
     def _forget(self, order: ForgetResidual) -> None:
         self.residuals[order.fragment] = ()
+
+    def stepped(self, run_step: int) -> None:
+        """See `Moments.stepped`."""
+        if self.plan.moments is not None:
+            assert isinstance(self.store, MomentStore), "no other store admits moments"
+            self.store.stepped(self.plan.fragments, run_step)
 
     def snapshot(self, fragment: int) -> None:
         """Copy a fragment's parameters as they are now."""
@@ -167,8 +187,14 @@ class LearnerTensors:
         self.published[fragment], self.staged[fragment] = new, None
         self.snapshots[fragment] = self._sent[fragment] = None
 
-    def capture(self, fragment: int, ask: Asking) -> Capture:
-        """Return the answer to a request: the newest snapshot, its published copy, the residual."""
+    def capture(self, fragment: int, ask: Asking, *, moments: bool = True) -> Capture:
+        """Return the answer to a request: the newest snapshot, its published copy, the residual.
+
+        Args:
+            fragment: Index of the fragment.
+            ask: The request.
+            moments: See `Capture`.
+        """
         copy, published = self.snapshots[fragment], self.published[fragment]
         assert copy is not None, f"no snapshot of fragment {fragment}"
         assert published is not None, f"no published copy of fragment {fragment}"
@@ -178,7 +204,7 @@ class LearnerTensors:
         if self.plan.feedback is not None:
             self.under_way[fragment, ask] = UnderWay(taken)
         # break: residual-not-sent
-        return Capture(self.plan, fragment, copy, published, taken, self._clip)
+        return Capture(self.plan, fragment, copy, published, taken, self._clip, moments)
 
     @property
     def _clip(self) -> Mechanism | None:

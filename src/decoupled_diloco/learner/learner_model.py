@@ -750,7 +750,8 @@ class TrainedModel:
             assert self._plan is not None, "weights are applied only after the join"
             tensors = self._plan.layout.tensors
             pieces = (piece for p in fragments for piece in self._plan.fragments[p].pieces)
-            names = dict.fromkeys(tensors[piece.tensor].name for piece in pieces)
+            specs = (tensors[piece.tensor] for piece in pieces)
+            names = dict.fromkeys(spec.name for spec in specs if not spec.is_moment)
             for callback in self._callbacks:
                 callback(tuple(names))
 
@@ -759,7 +760,7 @@ class TrainedModel:
         self._checks = None
         self._callbacks.append(callback)
         assert self._plan is not None, "the learner has joined"
-        callback(tuple(tensor.name for tensor in self._plan.layout.tensors))
+        callback(tuple(tensor.name for tensor in self._plan.layout.of_model.tensors))
 
     def close(self) -> None:
         """Remove the hook from the optimizers."""

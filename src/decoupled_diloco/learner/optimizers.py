@@ -760,3 +760,138 @@ def _may_keep(layer: Any, keys: frozenset[str], parameters: list[Tensor]) -> boo
 
 def _fits(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value is not parameter
+
+
+@dataclass(frozen=True, eq=False)
+class StatePart:
+    """Elements ``start <= i < stop`` of a moment.
+
+    Attributes:
+        parameter: Its parameter.
+        keys: Its possible keys in an optimizer's state.
+    """
+
+    parameter: Tensor
+    keys: tuple[str, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Moments:
+    """The moments of a learner's optimizers that the run merges.
+
+    An optimizer creates its state in its first step. What is written before is kept until then.
+    Adam divides its moments by what it has averaged so far, which it derives from a count of its
+    steps. Received moments are averages of many steps. With the count of a new optimizer, the first
+    steps would be several times too long, so the count becomes that of the run.
+
+    Args:
+        optimizers: The inner optimizers.
+    """
+
+    def __init__(self, optimizers: InnerOptimizers) -> None:
+        self._optimizers = optimizers
+        self._layers = [each for each in optimizers.layers() if hasattr(each, "state")]
+        self._waiting: dict[StatePart, Tensor] = {}
+        self._received: dict[int, Tensor] = {}
+        self._has_stepped = False
+
+    def read(self, parts: Sequence[StatePart], out: Tensor) -> None:
+        """Copy moments; those that do not exist are left out.
+
+        Args:
+            parts: The parts, one after the other in `out`.
+            out: [N], fp32, on any device.
+        """
+        for part, target in zip(
+            parts, torch.split(out, [each.numel for each in parts]), strict=True
+        ):
+            moment = self._moment(part)
+            if moment is not None:
+                target.copy_(moment.detach().reshape(-1)[part.start : part.stop])
+
+    @torch.no_grad()
+    def write(self, parts: Sequence[StatePart], values: Tensor) -> None:
+        """Set moments to values, except those that are NaN; those without a state wait for it.
+
+        Args:
+            parts: The parts, one after the other in `values`.
+            values: [N], fp32, on the CPU.
+        """
+        for part, own in zip(
+            parts, torch.split(values, [each.numel for each in parts]), strict=True
+        ):
+            moment = self._moment(part)
+            if moment is None:
+                if not self._has_stepped:
+                    self._waiting[part] = own
+                continue
+            known = ~own.isnan()
+            if not bool(known.any()):
+                continue
+            if not self._has_stepped:
+                self._received[id(part.parameter)] = part.parameter
+            flat = moment.reshape(-1)  # a copy if the moment is not contiguous
+            target = flat[part.start : part.stop]
+            target.copy_(torch.where(known.to(flat.device), own.to(flat.device), target))
+            if flat.data_ptr() != moment.data_ptr():
+                moment.copy_(flat.view(moment.shape))
+
+    def stepped(self, parts: Iterable[StatePart], run_step: int) -> None:
+        """Write what has waited; call this after the first step that follows a join.
+
+        Args:
+            parts: All moments of the run.
+            run_step: The run's step, for the counts of steps.
+
+        Raises:
+            ConfigError: No parameter has one of the moments.
+        """
+        if self._has_stepped:
+            return
+        self._require(list(parts))
+        waiting, self._waiting = self._waiting, {}
+        for part, values in waiting.items():
+            self.write([part], values)
+        self._has_stepped = True
+        for parameter in self._received.values():
+            for layer in self._layers:
+                state = layer.state.get(parameter)
+                count = state.get("step") if isinstance(state, Mapping) else None
+                if isinstance(count, Tensor):
+                    count.clamp_(min=run_step)
+                elif isinstance(count, int):
+                    state["step"] = max(count, run_step)
+        self._received = {}
+
+    def _moment(self, part: StatePart) -> Tensor | None:
+        for layer in self._layers:
+            state = layer.state.get(part.parameter)
+            for key in part.keys if isinstance(state, Mapping) else ():
+                if _fits(state.get(key), part.parameter):
+                    found: Tensor = state[key]
+                    return found
+        return None
+
+    def _require(self, parts: list[StatePart]) -> None:
+        missing = {part.keys for part in parts}
+        for part in parts:
+            if part.keys in missing and self._moment(part) is not None:
+                missing.discard(part.keys)
+        if not missing:
+            return
+        known: dict[str, None] = {}
+        for layer in self._layers:
+            for parameter, state in layer.state.items():
+                fitting = (key for key, value in state.items() if _fits(value, parameter))
+                known |= dict.fromkeys(map(str, fitting))
+        kinds = ", ".join(type(each).__name__ for each in self._optimizers.all)
+        fix = f"set names={list(known)}" if known else "take [sync.moments] out"
+        raise ConfigError(
+            f"names in [sync.moments] has {'|'.join(min(missing))!r}, but no parameter has such a "
+            f"tensor of its shape in the state of {kinds}: {fix}"
+        )

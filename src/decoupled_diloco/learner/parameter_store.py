@@ -11,18 +11,20 @@ Shapes: N elements of a fragment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.learner_model import (
     give_buffers_memory,
     refuse_what_cannot_be_written,
 )
-from decoupled_diloco.learner.optimizers import WeightCopies
+from decoupled_diloco.learner.optimizers import Moments, StatePart, WeightCopies
 from decoupled_diloco.merge import (
     Fragment,
     Layout,
@@ -32,7 +34,7 @@ from decoupled_diloco.merge import (
     parameters_numel,
     scatter,
 )
-from decoupled_diloco.merge.fragments import Views, views_of
+from decoupled_diloco.merge.fragments import Views, clipped, views_of
 from decoupled_diloco.merge.layout import named_tensors
 
 Values = Any
@@ -53,6 +55,13 @@ class ParameterStore(Protocol):
     @property
     def layout(self) -> Layout:
         """The tensors to synchronize."""
+
+    def admit(self, layout: Layout) -> None:
+        """Take the layout of the run, which may add moments to the store's own.
+
+        Raises:
+            ConfigError: The store cannot synchronize moments.
+        """
 
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """Copy a fragment as it is now."""
@@ -149,6 +158,14 @@ class ModuleStore:
         """See `ParameterStore.layout`."""
         return self._layout
 
+    def admit(self, layout: Layout) -> None:
+        """See `ParameterStore.admit`."""
+        if layout.of_model is not layout:
+            raise ConfigError(
+                "[sync.moments] of the run merges the moments of the inner optimizer, but this "
+                "learner has none: pass optimizer= to Learner, or take [sync.moments] out"
+            )
+
     def _tensors_of(self, fragment: Fragment) -> Sequence[Tensor]:
         """Return the layout's tensors, with the fragment's buffers as the module has them now."""
         # A module may replace a buffer with a new tensor. Only the fragment's buffers are read
@@ -237,6 +254,10 @@ class FollowedStore:
         """See `ParameterStore.layout`."""
         return self._store.layout
 
+    def admit(self, layout: Layout) -> None:
+        """See `ParameterStore.admit`."""
+        self._store.admit(layout)
+
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """See `ParameterStore.snapshot`."""
         return self._store.snapshot(fragment)
@@ -260,6 +281,113 @@ class FollowedStore:
     def _written(self, fragment: Fragment) -> list[Tensor]:
         numbers = dict.fromkeys(fragment.tensors)
         return [parameter for number in numbers for parameter in self._parameters[number]]
+
+
+@dataclass(frozen=True)
+class CopiedWithMoments:
+    """Copies of a fragment's tensors of the model, and of its moments."""
+
+    model: HostCopy
+    moments: HostCopy
+
+    def values(self) -> Tensor:
+        """See `HostCopy.values`."""
+        return torch.cat([self.model.values(), self.moments.values()])
+
+
+class MomentStore:
+    """A parameter store for the model's tensors and for moments of the inner optimizer.
+
+    A moment that the optimizer does not have is NaN in a snapshot, and is not written.
+
+    Args:
+        store: The store of the model's tensors.
+        parameters: Name to parameter; tied ones under all of their names.
+        moments: The moments; None: those of the run are ignored, as by an observer.
+    """
+
+    def __init__(
+        self, store: ParameterStore, parameters: Mapping[str, Tensor], moments: Moments | None
+    ) -> None:
+        self._store = store
+        self._parameters = parameters
+        self._moments = moments
+        self._run = store.layout
+        self._parts: dict[int, tuple[Fragment, Fragment, list[StatePart]]] = {}
+        self._device = parameters[store.layout.tensors[0].name].device
+        self._side = SideStream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def layout(self) -> Layout:
+        """See `ParameterStore.layout`."""
+        return self._store.layout
+
+    def admit(self, layout: Layout) -> None:
+        """See `ParameterStore.admit`."""
+        self._run = layout
+        self._store.admit(layout.of_model)
+
+    def snapshot(self, fragment: Fragment) -> HostCopy:
+        """See `ParameterStore.snapshot`."""
+        model, parts = self._split(fragment)
+        copy = self._store.snapshot(model)
+        if model is fragment:
+            return copy
+        numel = fragment.numel - model.numel
+        flat = torch.full((numel,), math.nan, dtype=torch.float32, device=self._device)
+        if self._moments is not None:
+            self._moments.read(parts, flat)
+        if self._side is None:
+            return Copied(torch.cat([copy.values(), flat]))
+        (pinned,), event = self._side.download([flat], self._side.mark())
+        return CopiedWithMoments(copy, Copying(pinned, event))
+
+    def overwrite(self, fragment: Fragment, values: Values) -> None:
+        """See `ParameterStore.overwrite`."""
+        model, parts = self._split(fragment)
+        self._store.overwrite(model, values[: model.numel])
+        if self._moments is not None and parts:
+            self._moments.write(parts, values[model.numel :])
+
+    def combine(
+        self, fragment: Fragment, values: Values, minus: HostCopy | None, keep: float
+    ) -> None:
+        """See `ParameterStore.combine`; moments are set, as buffers are."""
+        model, parts = self._split(fragment)
+        if isinstance(minus, CopiedWithMoments):
+            minus = minus.model
+        elif isinstance(minus, Rounded):
+            minus = Rounded(model, self._run, minus.published[: model.numel])
+        elif isinstance(minus, Copied):
+            minus = Copied(minus.tensor[: model.numel])
+        self._store.combine(model, values[: model.numel], minus, keep)
+        if self._moments is not None and parts:
+            self._moments.write(parts, values[model.numel :])
+
+    def prepare(self, values: Tensor) -> Tensor:
+        """See `ParameterStore.prepare`."""
+        return self._store.prepare(values)
+
+    def stepped(self, fragments: Iterable[Fragment], run_step: int) -> None:
+        """See `Moments.stepped`."""
+        assert self._moments is not None, "an observer takes no steps"
+        self._moments.stepped((p for each in fragments for p in self._split(each)[1]), run_step)
+
+    def _split(self, fragment: Fragment) -> tuple[Fragment, list[StatePart]]:
+        """Return a fragment without its moments, and its moments."""
+        known = self._parts.get(fragment.index)
+        if known is None or known[0] is not fragment:
+            parts, specs = [], self._run.tensors
+            for piece in fragment.pieces:
+                if specs[piece.tensor].is_moment:
+                    owner, keys = self._run.moment(piece.tensor)
+                    parameter = self._parameters[specs[owner].name]
+                    parts.append(StatePart(parameter, keys, piece.start, piece.stop))
+            model = fragment
+            if parts:
+                model = clipped(fragment, 0, fragment.numel - sum(each.numel for each in parts))
+            known = self._parts[fragment.index] = (fragment, model, parts)
+        return known[1], known[2]
 
 
 class SideStream:

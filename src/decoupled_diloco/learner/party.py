@@ -163,6 +163,7 @@ class Solo:
         membership.raise_failure()
         self._check_model()
         boundary.trained.check_optimizer()
+        boundary.settle_moments()
         began = now()
         plan = boundary.at(StepFinished(tokens, self.leases.taken()), loss)
         applied = plan.applied + (await boundary.hold(self) if plan.hold else ())

@@ -20,6 +20,11 @@ contributions are integers (a counter, a mask), if all are unit vectors (a direc
 not finite. The mean is unnecessary if all contributions are equal, and rounding would change them.
 In these cases the result is the buffer of the finite contribution with the largest weight.
 
+A moment of the inner optimizer is merged by the mean of its values, too. It is absent (NaN) in some
+contributions, which do not count for it:
+
+    moment  sum w of those that have it, sum w·v        result = sum w·v / sum w, or NaN without any
+
 Shapes:
     N  elements of one fragment
     S  segments of one fragment
@@ -91,7 +96,8 @@ class Accumulator:
         self._kinds = [_ALIKE | _WHOLE | _UNIT | _FINITE] * len(self.segments)
         # A negative value marks a contribution that is not finite, so that any finite one wins.
         self._single_weights = [0.0] * len(self.segments)
-        self._buffers_start = next((s.start for s in segments if s.merge == "buffer"), numel)
+        own = buffers_of(segments)
+        self._buffers_start, self._buffers_stop = own.start, own.stop
         self._single: Tensor | None = None
 
     def add(self, vector: Tensor, weight: float, norms: Sequence[float] | None = None) -> None:
@@ -189,6 +195,10 @@ class Accumulator:
                 out[segment.start : segment.stop] = self._single_of(segment)
                 continue
             sums = self._sums[segment.start : segment.stop]
+            if segment.merge == "moment":
+                # Without a contribution, the sums are NaN, and so is the result.
+                _scale(sums, 1 / (norm_sum or 1.0), out[segment.start : segment.stop])
+                continue
             scale = 1.0 if segment.merge == "one" else 1 / self.weight
             if segment.merge == "rda":
                 direction_length = norm_of(sums) / self.weight
@@ -209,8 +219,24 @@ class Accumulator:
             for segment in self.segments
             if segment.merge == "mean" and self._sums is not None
         ]
-        norms = math.fsum(each * each for each in self._norm_sums)
+        norms = math.fsum(
+            each * each
+            for each, segment in zip(self._norm_sums, self.segments, strict=True)
+            if segment.merge == "rda"
+        )
         return math.sqrt(norms), math.sqrt(math.fsum(means))
+
+    @property
+    def moment_weight(self) -> float:
+        """The largest weight with which a moment counts, at most `weight` in a valid sum."""
+        return max(
+            (
+                each
+                for each, segment in zip(self._norm_sums, self.segments, strict=True)
+                if segment.merge == "moment"
+            ),
+            default=0.0,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors, for safetensors; the sums are shared, not copied."""
@@ -263,8 +289,8 @@ class Accumulator:
         accumulator._heaviest = float(state["heaviest"])
         accumulator._kinds = state["kinds"].tolist()
         accumulator._single_weights = state["single_weights"].tolist()
-        if accumulator.count and accumulator._buffers_start < accumulator.numel:
-            if state["single"].numel() != accumulator.numel - accumulator._buffers_start:
+        if accumulator.count and accumulator._buffers_start < accumulator._buffers_stop:
+            if state["single"].numel() != accumulator._buffers_stop - accumulator._buffers_start:
                 raise MergeError("accumulator state: 'single' and the buffers differ in size")
             accumulator._single = state["single"]
         if not is_finite(state["sums"][: accumulator._trained]):
@@ -291,7 +317,7 @@ class Accumulator:
                     if weight > self._heaviest:
                         target.copy_(values)
                     continue
-                if self.segments[index].merge == "buffer":
+                if self.segments[index].merge in ("buffer", "moment"):
                     continue
                 if is_rda and norms[index] == 0:  # φ(0) = 0
                     if first:  # break: first-norm-zero-keeps-memory
@@ -307,6 +333,8 @@ class Accumulator:
                 self._norm_sums[index] += weight * norms[index]
             elif segment.merge == "buffer":
                 self._fold_buffer(index, _values_of(parts, segment), weight, first=first)
+            elif segment.merge == "moment":
+                self._fold_moment(index, _values_of(parts, segment), weight, first=first)
         self._heaviest = max(self._heaviest, weight)
         self.weight += weight
         self.count += 1
@@ -314,8 +342,8 @@ class Accumulator:
     @property
     def _trained(self) -> int:
         """The number of elements before the buffers: these must be finite."""
-        buffers = (s.start for s in self.segments if s.merge in ("buffer", "one"))
-        return next(buffers, self.numel)
+        behind = (s.start for s in self.segments if s.merge in ("buffer", "one", "moment"))
+        return next(behind, self.numel)
 
     def _has_a_mean(self, index: int) -> bool:
         return self._kinds[index] == _FINITE
@@ -324,7 +352,8 @@ class Accumulator:
         """Return memory for the values of the best single contribution to a buffer."""
         if self._single is None:
             assert self._sums is not None
-            self._single = torch.empty_like(self._sums[self._buffers_start :])
+            own = slice(self._buffers_start, self._buffers_stop)
+            self._single = torch.empty_like(self._sums[own])
         start = segment.start - self._buffers_start
         return self._single[start : start + segment.stop - segment.start]
 
@@ -348,6 +377,21 @@ class Accumulator:
         if first or rank > self._single_weights[index]:
             single.copy_(values)
             self._single_weights[index] = rank
+
+    def _fold_moment(self, index: int, values: Tensor, weight: float, *, first: bool) -> None:
+        assert self._sums is not None
+        segment = self.segments[index]
+        sums = self._sums[segment.start : segment.stop]
+        if not is_finite(values):
+            if first:
+                sums.fill_(math.nan)
+        else:
+            # `_norm_sums` has the weights of those that have it: a moment has no norm.
+            if self._norm_sums[index] == 0:
+                _scale(values, weight, sums)
+            else:
+                _add_scaled(sums, values, weight)
+            self._norm_sums[index] += weight
 
     def _combine_buffer(self, index: int, other: Accumulator) -> None:
         assert self._sums is not None
@@ -375,6 +419,11 @@ class Accumulator:
             target, values = (x[segment.start : segment.stop] for x in (self._sums, sums))
             if segment.merge == "buffer":
                 self._combine_buffer(index, other)
+            elif segment.merge == "moment":
+                if self._norm_sums[index] == 0:
+                    target.copy_(values)
+                elif other._norm_sums[index] > 0:
+                    target.add_(values)
             elif segment.merge != "one":
                 target.add_(values)
             elif heavier:
@@ -432,8 +481,8 @@ class Contribution:
         for index, low, high in _overlaps(self.segments, start, part.numel()):
             values = part[low - start : high - start]
             merge = self.segments[index].merge
-            if merge in ("buffer", "one"):  # a value and not a change: no norm, may be infinite
-                continue
+            if merge in ("buffer", "one", "moment"):
+                continue  # a value and not a change: no norm, may be infinite
             square = squares_of(values)
             finite = math.isfinite(square)
             if merge == "rda":
@@ -480,8 +529,9 @@ class Contribution:
             )
 
     def scale(self, factor: float) -> None:
-        """Multiply all elements except buffers, without changing the caller's slices."""
-        buffers = [segment for segment in self.segments if segment.merge in ("buffer", "one")]
+        """Multiply the elements of parameters, without changing the caller's slices."""
+        merges = ("buffer", "one", "moment")
+        buffers = [segment for segment in self.segments if segment.merge in merges]
         parts = []
         for start, part in self.parts:
             scaled = part * factor
@@ -514,6 +564,13 @@ def merge(
     for vector, weight in zip(vectors, weights, strict=True):
         accumulator.add(vector, weight)
     return accumulator.result()
+
+
+def buffers_of(segments: Sequence[Segment]) -> range:
+    """Return the elements from the first buffer that is merged by a mean to the last buffer."""
+    start = next((s.start for s in segments if s.merge == "buffer"), None)
+    stop = next((s.start for s in segments if s.merge == "moment"), segments[-1].stop)
+    return range(stop if start is None else start, stop)
 
 
 def _values_of(parts: Sequence[tuple[int, Tensor]], segment: Segment) -> Tensor:

@@ -58,3 +58,8 @@ def _sum_of_rows(vector: Tensor) -> float:
 def norm_of(vector: Tensor) -> float:
     """Return the Euclidean norm of an fp32 vector [n]; see `squares_of`."""
     return math.sqrt(squares_of(vector))
+
+
+def replace_known(target: Tensor, values: Tensor) -> None:
+    """Write the values of moments to `target`, except those that are absent (NaN)."""
+    torch.where(values.isnan(), target, values, out=target)

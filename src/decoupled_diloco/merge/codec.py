@@ -12,6 +12,7 @@ Shapes:
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,37 +130,78 @@ class RawCodec:
         return out.copy_(source.view(self._dtype))
 
 
+ABSENT = 0xFF
+"""Each byte of an absent moment. In the codecs of moments it is NaN, or has a scale that is NaN."""
+
+
+def is_absent(octets: Tensor) -> bool:
+    """Return whether a moment's bytes mark it as absent."""
+    # The first byte alone is decisive in most cases, and costs no pass over the others.
+    return int(octets[0]) == ABSENT and bool((octets == ABSENT).all())
+
+
 class BuffersExact:
-    """A codec for a fragment's parameters that stores the buffers behind them in fp32.
+    """A codec for a fragment's parameters, with its buffers in fp32 and its moments behind them.
 
     A rounded table of frequencies would differ from the one that the model was built with, and a
     rounded change could push a falling variance below zero. Buffers are sent as values, because an
     infinite value has no difference.
 
+    Moments are sent as values, too. A moment that is *absent*, because it is not sent or does not
+    exist, is NaN. All bytes of its payload are `ABSENT`.
+
+    Args:
+        parameters: The codec of the parameters.
+        numel: See `parameters_numel`.
+        buffer_sizes: The number of elements of each buffer, at least 1; see `packing`.
+        moments: The codec of the moments.
+        moment_sizes: The number of elements of each moment, at least 1.
+
     Attributes:
         parameters_numel: The number of elements before the buffers.
         parameters_nbytes: Their size in bytes.
-        buffer_sizes: The number of elements of each buffer, at least 1; see `packing`.
+        values_numel: The number of elements before the moments.
+        tail_nbytes: The sizes in bytes of each buffer and each moment.
     """
 
     group = None
 
-    def __init__(self, parameters: Codec, numel: int, buffer_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Codec,
+        numel: int,
+        buffer_sizes: tuple[int, ...] = (),
+        moments: Codec | None = None,
+        moment_sizes: tuple[int, ...] = (),
+    ) -> None:
         self._parameters = parameters
         self.parameters_numel = numel
         self.parameters_nbytes = parameters.nbytes(numel)
         self.buffer_sizes = buffer_sizes
+        self.values_numel = numel + sum(buffer_sizes)
         self._buffers = codec("fp32")
+        self._moments = moments or self._buffers
+        self._moment_sizes = list(moment_sizes)
+        self._moment_nbytes = [self._moments.nbytes(size) for size in moment_sizes]
+        self.tail_nbytes = [4 * size for size in buffer_sizes] + self._moment_nbytes
         self.name = parameters.name
 
     def nbytes(self, numel: int) -> int:
-        return self.parameters_nbytes + self._buffers.nbytes(numel - self.parameters_numel)
+        moments = sum(self._moment_sizes)
+        values = self._buffers.nbytes(numel - self.parameters_numel - moments)
+        return self.parameters_nbytes + values + sum(self._moment_nbytes)
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         body = room_for(self.nbytes(vector.numel()), out, vector.device)
-        cut = self.parameters_nbytes
+        cut, start = self.parameters_nbytes, body.numel() - sum(self._moment_nbytes)
+        first = vector.numel() - sum(self._moment_sizes)
         self._parameters.encode(vector[: self.parameters_numel], body[:cut])
-        self._buffers.encode(vector[self.parameters_numel :], body[cut:])
+        self._buffers.encode(vector[self.parameters_numel : first], body[cut:start])
+        for values, octets in self._moments_of(vector[first:], body[start:]):
+            if bool(values.isfinite().all()):
+                self._moments.encode(values, octets)
+            else:
+                octets.fill_(ABSENT)
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
@@ -167,11 +209,42 @@ class BuffersExact:
         check_size(source, self, numel)
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=source.device)
+        start = source.numel() - sum(self._moment_nbytes)
+        first = numel - sum(self._moment_sizes)
         self._parameters.decode(source[:cut], self.parameters_numel, out[: self.parameters_numel])
         self._buffers.decode(
-            source[cut:], numel - self.parameters_numel, out[self.parameters_numel :]
+            source[cut:start], first - self.parameters_numel, out[self.parameters_numel : first]
         )
+        for values, octets in self._moments_of(out[first:], source[start:]):
+            if is_absent(octets):
+                values.fill_(math.nan)
+            else:
+                self._moments.decode(octets, values.numel(), values)
         return out
+
+    def omit_unchanged(self, body: Tensor, values: Tensor, base: Tensor) -> None:
+        """Mark the moments of a payload as absent, in place, if they do not change the base.
+
+        Args:
+            body: The payload, uint8 [B].
+            values: Its decoded elements, fp32 [N].
+            base: The elements that the receiver holds, fp32 [N].
+        """
+        start = body.numel() - sum(self._moment_nbytes)
+        first = values.numel() - sum(self._moment_sizes)
+        pieces = zip(
+            self._moments_of(values[first:], body[start:]),
+            torch.split(base[first:], self._moment_sizes),
+            strict=True,
+        )
+        for (own, octets), before in pieces:
+            if torch.equal(own, before):
+                octets.fill_(ABSENT)
+
+    def _moments_of(self, values: Tensor, octets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the elements and the bytes of each moment."""
+        sizes, nbytes = self._moment_sizes, self._moment_nbytes
+        return zip(torch.split(values, sizes), torch.split(octets, nbytes), strict=True)
 
 
 class CustomCodec:

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
 MergeMethod = Literal["rda", "mean", "own"]
-SegmentMerge = Literal["rda", "mean", "buffer", "one", "own"]
+SegmentMerge = Literal["rda", "mean", "buffer", "one", "own", "moment"]
 Buffers = Literal["mean", "one"]
 
 
@@ -84,7 +84,8 @@ class Segment:
     A `"buffer"` segment is merged by the mean of values, not of changes, and has no norm. If a mean
     is not valid (see `accumulate`), it is taken from a single contribution. A `"one"` segment is
     always taken from the contribution with the largest weight. An `"own"` segment is merged by the
-    user's rule (see `rules`).
+    user's rule (see `rules`). A `"moment"` segment is merged by the mean of the values of those
+    contributions that have it.
     """
 
     start: int
@@ -180,6 +181,24 @@ def mapped(layout: Layout, modules: Sequence[Sequence[str]]) -> tuple[Fragment, 
                 "earlier list selects"
             )
     return tuple(Fragment(index, _in_order(pieces)) for index, pieces in enumerate(bins))
+
+
+def with_moments(fragments: Sequence[Fragment], layout: Layout) -> tuple[Fragment, ...]:
+    """Add to each fragment the moments of its parameters' elements, after all other pieces."""
+    firsts = range(len(layout.of_model.tensors), len(layout.tensors), layout.trained)
+    return tuple(
+        Fragment(
+            each.index,
+            each.pieces
+            + tuple(
+                Piece(first + piece.tensor, piece.start, piece.stop)
+                for first in firsts
+                for piece in each.pieces
+                if piece.tensor < layout.trained
+            ),
+        )
+        for each in fragments
+    )
 
 
 def _is_or_is_below(tensor: str, name: str) -> bool:
@@ -379,19 +398,21 @@ def _segments(
 
 
 def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> SegmentMerge:
+    if spec.is_moment:
+        return "moment"
     if spec.is_buffer:
         return "buffer" if buffers == "mean" and spec.role == "buffer" else "one"
     return "mean" if merges_elementwise(spec) and method != "own" else method
 
 
 def parameters_numel(fragment: Fragment, layout: Layout) -> int:
-    """Return the number of parameter elements of a flat fragment; buffers follow them."""
+    """Return the number of parameter elements of a flat fragment; buffers and moments follow."""
     specs = layout.tensors
     return _once(
         fragment,
         layout,
         parameters_numel,
-        lambda: sum(p.numel for p in fragment.pieces if not specs[p.tensor].is_buffer),
+        lambda: sum(p.numel for p in fragment.pieces if not specs[p.tensor].is_value),
     )
 
 
@@ -407,6 +428,17 @@ def _once(fragment: Fragment, layout: Layout, key: object, make: Callable[[], T]
 def buffer_sizes(fragment: Fragment, layout: Layout) -> tuple[int, ...]:
     """Return the number of elements of each nonempty buffer, or buffer piece, of a fragment."""
     return tuple(p.numel for p in fragment.pieces if layout.tensors[p.tensor].is_buffer and p.numel)
+
+
+def moment_sizes(fragment: Fragment, layout: Layout) -> tuple[int, ...]:
+    """Return the number of elements of each piece of a moment in a fragment."""
+    specs = layout.tensors
+    return _once(
+        fragment,
+        layout,
+        moment_sizes,
+        lambda: tuple(p.numel for p in fragment.pieces if specs[p.tensor].is_moment),
+    )
 
 
 def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:

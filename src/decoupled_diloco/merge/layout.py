@@ -12,8 +12,8 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -28,7 +28,7 @@ from decoupled_diloco.merge.memory import has_window, local_of, place_of
 
 T = TypeVar("T")
 
-Role = Literal["matrix", "embedding", "buffer", "single"]
+Role = Literal["matrix", "embedding", "buffer", "single", "moment"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -81,7 +81,8 @@ class TensorSpec:
         dtype: A key of `DTYPES`: the dtype in which the learner trains it.
         role: An `"embedding"` is merged by plain weighted mean, a `"matrix"` by the method of the
             run. A `"buffer"` is replaced by the weighted mean of the learners' values, a `"single"`
-            buffer by the values of one learner.
+            buffer by the values of one learner. A `"moment"` is a tensor of the inner optimizer's
+            state; see `Layout.with_moments`.
         aliases: The other names of a tied weight.
     """
 
@@ -101,6 +102,16 @@ class TensorSpec:
     def is_buffer(self) -> bool:
         """Whether it is a buffer: its values are merged, not its changes."""
         return self.role in ("buffer", "single")
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is a moment of the inner optimizer, and so not part of the model."""
+        return self.role == "moment"
+
+    @property
+    def is_value(self) -> bool:
+        """Whether its values are merged, and not its changes: a buffer or a moment."""
+        return self.role in ("buffer", "single", "moment")
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Layout:
-    """The synchronized tensors of a model: parameters in module order, then buffers.
+    """The synchronized tensors: parameters in module order, then buffers, then moments.
 
     Args:
         tensors: The synchronized tensors; at least one.
@@ -161,6 +172,41 @@ class Layout:
         local = [spec.name for spec in self.tensors if spec.is_buffer]
         local += [constant.name for constant in self.constants]
         return Layout(kept, (*self.excluded, *local))
+
+    @cached_property
+    def trained(self) -> int:
+        """The number of parameters, which come first."""
+        return sum(not spec.is_value for spec in self.tensors)
+
+    @cached_property
+    def of_model(self) -> Layout:
+        """The layout without moments: the tensors that the model has."""
+        kept = tuple(spec for spec in self.tensors if not spec.is_moment)
+        return self if len(kept) == len(self.tensors) else replace(self, tensors=kept)
+
+    def with_moments(self, names: Sequence[str]) -> Layout:
+        """Return the layout with one moment per name and parameter, in this order, at the end.
+
+        Args:
+            names: Each is a key in the optimizer's state, or several, separated by ``|``, of which
+                a parameter has at most one.
+
+        >>> spec = TensorSpec("weight", (2, 3), "bfloat16", "matrix")
+        >>> [each.name for each in Layout((spec,)).with_moments(["exp_avg"]).tensors]
+        ['weight', 'weight@exp_avg']
+        """
+        model = self.of_model
+        moments = tuple(
+            TensorSpec(f"{spec.name}@{name}", spec.shape, "float32", "moment")
+            for name in names
+            for spec in model.tensors[: model.trained]
+        )
+        return replace(model, tensors=model.tensors + moments) if moments else model
+
+    def moment(self, index: int) -> tuple[int, tuple[str, ...]]:
+        """Return the index of a moment's parameter, and its keys in the optimizer's state."""
+        keys = self.tensors[index].name.rpartition("@")[2]
+        return (index - len(self.of_model.tensors)) % self.trained, tuple(keys.split("|"))
 
     def describe_difference(self, other: Layout) -> str | None:
         """Describe the first difference as text, or return None if the fingerprints are equal.
@@ -236,9 +282,9 @@ class Layout:
 
     def _contradiction(self) -> str:
         """Return a description of the first contradiction in the layout; empty if there is none."""
-        roles = [spec.is_buffer for spec in self.tensors]
+        roles = [2 * spec.is_moment + spec.is_buffer for spec in self.tensors]
         if roles != sorted(roles):
-            return "layout.tensors has a parameter after a buffer"
+            return "layout.tensors has a parameter after a buffer, or either after a moment"
         if self.numel > NUMEL_MAX:
             return f"layout has {self.numel} elements, more than the limit of {NUMEL_MAX}"
         names = Counter(name for spec in self.tensors for name in (spec.name, *spec.aliases))
@@ -357,12 +403,14 @@ def _is_small(buffer: Tensor) -> bool:
 
 
 def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
-    """Return the module's tensors in the order of `layout.tensors`, for `gather` and `scatter`.
+    """Return the module's tensors in the order of the layout, for `gather` and `scatter`.
+
+    A module has no moments, so tensors of a layout with moments end before them.
 
     Raises:
         ConfigError: The module's layout differs; the message describes the first difference.
     """
-    own = layout_of(module)
+    own, layout = layout_of(module), layout.of_model
     if not any(spec.is_buffer for spec in layout.tensors):
         own = own.without_buffers()
     difference = layout.describe_difference(own)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError, a_kind
-from decoupled_diloco.merge.blocks import blocks_of
+from decoupled_diloco.merge.blocks import blocks_of, replace_known
 
 LR = 0.7
 MOMENTUM = 0.5
@@ -188,23 +188,35 @@ class DelayedNesterov:
 
 
 class BuffersBehind:
-    """An outer optimizer for a fragment's parameters that sets the buffers to the merged mean.
+    """An outer optimizer for a fragment's parameters that sets the values behind to their mean.
 
     A buffer's contribution is its value, so `Δ` is minus the mean: `Θ ← -Δ`. A buffer follows the
     learners at once, without momentum. It stays between the smallest and the largest of their
-    values, as a variance must.
+    values, as a variance must. Moments are set as well; one that no contribution has does not
+    change.
+
+    Args:
+        parameters: The parameters' optimizer; None: the fragment has no parameters.
+        numel: The number of parameters.
+        values: The number of elements before the moments; None: all.
     """
 
-    def __init__(self, parameters: OuterOptimizer | None, numel: int) -> None:
+    def __init__(
+        self, parameters: OuterOptimizer | None, numel: int, values: int | None = None
+    ) -> None:
         self._parameters = parameters
         self._numel = numel
+        self._values = values
 
     def step(self, master: Tensor, gradient: Tensor) -> None:
         """Update `master` in place; see `OuterOptimizer.step`."""
         _check_sizes(master, gradient, None)
-        if self._parameters is not None:  # None: the fragment has only buffers
+        if self._parameters is not None:
             self._parameters.step(master[: self._numel], gradient[: self._numel])
-        torch.neg(gradient[self._numel :], out=master[self._numel :])
+        values = slice(self._numel, self._values)
+        torch.neg(gradient[values], out=master[values])
+        if self._values is not None:
+            replace_known(master[self._values :], -gradient[self._values :])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the parameters' optimizer; buffers have no state."""

@@ -24,9 +24,11 @@ from decoupled_diloco.merge.fragments import (
     Strategy,
     buffer_sizes,
     mapped,
+    moment_sizes,
     parameters_numel,
     partition,
     segments,
+    with_moments,
 )
 from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
@@ -58,6 +60,21 @@ def token_weight(tokens: float, steps: float) -> float:
 
 
 @dataclass(frozen=True)
+class MomentPlan:
+    """How the moments of the inner optimizer are sent.
+
+    Attributes:
+        every: A contribution has moments if its base has a multiple of this number as its counter.
+        codec: Their codec.
+        names: See `Layout.with_moments`.
+    """
+
+    every: int
+    codec: Codec
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class MergePlan:
     """The fragments of a run, their merge method and their wire formats."""
 
@@ -78,6 +95,7 @@ class MergePlan:
     secure: FixedPoint | None = None  # the format of masked contributions, with secure sums
     coarser: tuple[Codec, ...] = ()  # codecs that a shard may select instead of `uplink`
     trim: float = 0.0  # share of the weight that a trimmed mean leaves out at each end
+    moments: MomentPlan | None = None  # how the layout's moments are sent; None: it has none
 
     @classmethod
     def make(
@@ -97,21 +115,24 @@ class MergePlan:
         feedback: float | None = None,
         coarser: Sequence[str] = (),
         trim: float = 0.0,
+        moments: MomentPlan | None = None,
     ) -> MergePlan:
         """Create a plan from a layout and settings.
 
         Args:
+            layout: The model's layout; the plan adds its moments.
             modules: If not empty, the modules of each fragment: see `mapped`.
 
         Raises:
             ConfigError: The layout cannot be split into this many fragments, the modules do not
                 match the model, or a codec is unknown.
         """
+        model = layout.of_model
+        parts = mapped(model, modules) if modules else partition(model, fragments, strategy)
+        whole = model if moments is None else model.with_moments(moments.names)
         return cls(
-            layout=layout,
-            fragments=(
-                mapped(layout, modules) if modules else partition(layout, fragments, strategy)
-            ),
+            layout=whole,
+            fragments=parts if moments is None else with_moments(parts, whole),
             uplink=codec(uplink),
             downlink=codec(downlink),
             method=method,
@@ -122,6 +143,7 @@ class MergePlan:
             feedback=feedback,
             coarser=tuple(map(codec, coarser)),
             trim=trim,
+            moments=moments,
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -158,12 +180,21 @@ class MergePlan:
         )
 
     def codec_of(self, fragment: int, parameters: Codec) -> Codec:
-        """Return the codec of a fragment: `parameters` for its parameters, fp32 for its buffers."""
+        """Return the codec of a fragment: `parameters` for its parameters, fp32 for its buffers.
+
+        Its moments have their own codec.
+        """
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
         if numel == part.numel:
             return parameters
-        return BuffersExact(parameters, numel, buffer_sizes(part, self.layout))
+        return BuffersExact(
+            parameters,
+            numel,
+            buffer_sizes(part, self.layout),
+            None if self.moments is None else self.moments.codec,
+            moment_sizes(part, self.layout),
+        )
 
     def encode(
         self, d: Tensor, residuals: Sequence[Tensor], uplink: Codec
@@ -186,7 +217,8 @@ class MergePlan:
         make = self.other_outers.get(fragment, self.outer)
         if numel == part.numel:
             return make(numel)
-        return BuffersBehind(make(numel) if numel else None, numel)
+        values = None if self.moments is None else self.moments_start(fragment)
+        return BuffersBehind(make(numel) if numel else None, numel, values)
 
     def uplink_of(self, fragment: int, name: str = "") -> Codec:
         """Return the codec of a contribution.
@@ -222,7 +254,21 @@ class MergePlan:
 
     def buffers_of(self, fragment: int, values: Tensor) -> Tensor:
         """Return the buffers after the parameters, as a view of a fragment's values [N]."""
-        return values[parameters_numel(self.fragments[fragment], self.layout) :]
+        start = parameters_numel(self.fragments[fragment], self.layout)
+        return values[start : self.moments_start(fragment)]
+
+    def moments_start(self, fragment: int) -> int:
+        """Return the number of elements before a fragment's moments."""
+        part = self.fragments[fragment]
+        return part.numel - sum(moment_sizes(part, self.layout))
+
+    def sends_moments(self, version: int) -> bool:
+        """Return whether a contribution from a version has moments.
+
+        Args:
+            version: The counter of the version.
+        """
+        return self.moments is not None and version % self.moments.every == 0
 
     def whole_nbytes(self, fragment: int) -> int:
         """Return the size in bytes of a whole published copy, which is sent in fp32."""

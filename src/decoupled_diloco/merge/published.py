@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.merge.blocks import BLOCK, is_finite
+from decoupled_diloco.merge.blocks import BLOCK, is_finite, replace_known
 from decoupled_diloco.merge.codec import Body, BuffersExact, Codec, as_bytes, check_size, room_for
 from decoupled_diloco.merge.fragments import Fragment, dtype_runs, parameters_numel
 from decoupled_diloco.merge.layout import Layout
@@ -31,8 +31,8 @@ def contribution(
 
     The published copy is first rounded to each tensor's dtype, as it was when the learner loaded
     it, so a learner that did not train contributes exactly 0. The outer gradient is `Δ = -d`. For
-    buffers the contribution is the values themselves, because changes relative to different
-    versions do not average to a mean.
+    buffers and moments the contribution is the values themselves, because changes relative to
+    different versions do not average to a mean.
 
     Args:
         theta: θ [N], fp32, as `gather` returns it.
@@ -84,7 +84,8 @@ def encode_with_feedback(
             u.add_(residual[elements], alpha=decay)  # break: residual-without-decay
         codec.encode(u, body[octets])
         u.sub_(codec.decode(body[octets], u.numel(), scratch))  # break: residual-is-everything
-        # Buffers are sent exactly, so they have no residual. NaN - NaN would leave one.
+        # Buffers are sent exactly, and the rounding error of a moment is not a change: neither has
+        # a residual. NaN - NaN would leave one.
         u[_changes(codec, u.numel()) :] = 0
     return body, d
 
@@ -93,6 +94,8 @@ def publish(
     master: Tensor, published: Tensor, codec: Codec, out: Tensor | memoryview | None = None
 ) -> Tensor:
     """Encode `Θ - Θ̂` (for buffers, Θ itself) and add the decoded result to the published copy.
+
+    Moments are sent as buffers are, and only if they change the published copy.
 
     Afterwards `published` has exactly the bits that `receive` produces on every receiver. The
     rounding error remains in `master - published` and is sent with the next difference.
@@ -120,6 +123,8 @@ def publish(
                 f"the master differs from its published copy by NaN, or by more than codec "
                 f"'{codec.name}' can hold: the outer step diverged, lower the outer lr"
             )
+        if isinstance(codec, BuffersExact):
+            codec.omit_unchanged(body[octets], scratch, published[elements])
     # A second pass on purpose: the copy must not change before the whole payload is verified.
     receive(published, body, codec)
     return body
@@ -143,7 +148,12 @@ def receive(published: Tensor, body: Body, codec: Codec) -> None:
         values = codec.decode(source[octets], scratch.numel(), scratch)
         trained = _changes(codec, values.numel())
         published[elements][:trained].add_(values[:trained])
-        published[elements][trained:] = values[trained:]
+        if trained == values.numel():
+            continue
+        assert isinstance(codec, BuffersExact)
+        moments = codec.values_numel
+        published[elements][trained:moments] = values[trained:moments]
+        replace_known(published[elements][moments:], values[moments:])
 
 
 def _changes(codec: Codec, numel: int) -> int:

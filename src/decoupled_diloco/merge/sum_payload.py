@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
-from decoupled_diloco.merge.accumulate import Accumulator
+from decoupled_diloco.merge.accumulate import Accumulator, buffers_of
 from decoupled_diloco.merge.codec import Body, as_bytes, digest
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.published import encode_with_feedback
@@ -131,9 +131,7 @@ def read_sum(plan: MergePlan, fragment: int, body: Body, announced: str) -> Accu
 
 
 def _single_numel(plan: MergePlan, fragment: int) -> int:
-    segments = plan.segments(fragment)
-    start = next((s.start for s in segments if s.merge == "buffer"), segments[-1].stop)
-    return segments[-1].stop - start
+    return len(buffers_of(plan.segments(fragment)))
 
 
 def _scales(
@@ -145,6 +143,8 @@ def _scales(
         elements = slice(segment.start, segment.stop)
         if segment.merge in ("rda", "mean"):
             scales.append((elements, 1 / _power_of_two(weight)))
+        if segment.merge == "moment" and norm_sum > 0:
+            scales.append((elements, 1 / _power_of_two(norm_sum)))
         if segment.merge == "rda" and norm_sum > 0:
             scales.append((elements, _power_of_two(norm_sum / weight)))
     return scales

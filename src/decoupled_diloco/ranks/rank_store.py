@@ -15,6 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from torch import Tensor
 
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.parameter_store import HostCopy
 from decoupled_diloco.merge import Fragment, Layout
 
@@ -100,6 +101,14 @@ class RankedStore:
     def layout(self) -> Layout:
         """See `ParameterStore.layout`."""
         return self._layout
+
+    def admit(self, layout: Layout) -> None:
+        """See `ParameterStore.admit`."""
+        if layout.of_model is not layout:
+            raise ConfigError(
+                "[sync.moments] of the run cannot be combined with a learner of several ranks: "
+                "train this learner with one rank, or take [sync.moments] out"
+            )
 
     @property
     def waits(self) -> bool:

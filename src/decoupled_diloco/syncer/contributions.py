@@ -272,6 +272,8 @@ class Contributions:
             problem = f"{accumulator.count} contributions, but names {len(known)}"
         elif not math.isclose(accumulator.weight, weight, rel_tol=WEIGHT_TOLERANCE):
             problem = f"weight {accumulator.weight:g}, but {weight:g} was ordered"
+        elif accumulator.moment_weight > weight * (1 + WEIGHT_TOLERANCE):
+            problem = f"moments of weight {accumulator.moment_weight:g}, but {weight:g} was ordered"
         elif norms > length * (1 + WEIGHT_TOLERANCE) + 1e-30:
             problem = f"norms of {norms:g}, but {length:g} was reported"
         elif means > LENGTH_FACTOR * most + 1e-30:

@@ -7,6 +7,7 @@ finished. `assemble` combines the shares into one safetensors file with the mode
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
 from decoupled_diloco.merge import DTYPES, Layout, gather, scatter
+from decoupled_diloco.merge.fragments import clipped
+from decoupled_diloco.merge.layout import TensorSpec
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.weight_files import load_metadata, load_weights, save_weights
@@ -43,7 +46,7 @@ def initial_values(
         ) from error
     tensors: list[Tensor] = []
     for spec in plan.layout.tensors:
-        found = weights.get(spec.name)
+        found = _unknown(spec) if spec.is_moment else weights.get(spec.name)
         if found is None:
             fix = 'set sync.merge.buffers="local"' if spec.is_buffer else "omit initial_weights"
             raise ConfigError(
@@ -58,6 +61,11 @@ def initial_values(
         tensors.append(found)
     for fragment in fragments:
         yield fragment, gather(plan.fragments[fragment], tensors)
+
+
+def _unknown(moment: TensorSpec) -> Tensor:
+    """Return a moment that no learner has sent: NaN, without memory for each element."""
+    return torch.tensor(math.nan, dtype=torch.float32, device="cpu").expand(moment.shape)
 
 
 def share_file(run: Path, shard: int) -> Path:
@@ -136,7 +144,9 @@ def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int
     """
     weights = load_weights(path)
     tensors = [
-        weights.get(spec.name, torch.empty(0, dtype=torch.float32, device="cpu"))
+        _unknown(spec)
+        if spec.is_moment
+        else weights.get(spec.name, torch.empty(0, dtype=torch.float32, device="cpu"))
         for spec in plan.layout.tensors
     ]
     for spec, found in zip(plan.layout.tensors, tensors, strict=True):
@@ -148,12 +158,14 @@ def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int
 def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of whole copies under the model's names, including tied ones."""
     tensors = [
-        torch.empty(s.shape, dtype=DTYPES[s.dtype], device="cpu") for s in plan.layout.tensors
+        torch.empty(s.shape, dtype=DTYPES[s.dtype], device="cpu")
+        for s in plan.layout.of_model.tensors
     ]
     for fragment, values in copies.items():
-        scatter(plan.fragments[fragment], values, tensors)
+        stop = plan.moments_start(fragment)
+        scatter(clipped(plan.fragments[fragment], 0, stop), values[:stop], tensors)
     named: dict[str, Tensor] = {}
-    for spec, tensor in zip(plan.layout.tensors, tensors, strict=True):
+    for spec, tensor in zip(plan.layout.of_model.tensors, tensors, strict=True):
         named[spec.name] = tensor
         named |= dict.fromkeys(spec.aliases, tensor)
     return named | {constant.name: constant.tensor() for constant in plan.layout.constants}

@@ -161,7 +161,10 @@ class ShardTensors(Contributions):
         self._received[fragment] = (actual, values)
 
     def _require_finite(self, fragment: int, values: Tensor) -> None:
-        """Check that parameters are finite; buffers may be infinite, as in a mask or a minimum."""
+        """Check that parameters are finite.
+
+        Buffers may be infinite, as in a mask or a minimum. Moments may be absent.
+        """
         trained = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
         if not is_finite(values[:trained]):
             raise MergeError(f"fragment {fragment} has NaN or infinite values and is not installed")
@@ -302,7 +305,7 @@ class ShardTensors(Contributions):
         """Record that the copy that was just merged has this version.
 
         Returns:
-            The copy as it is offered. Its difference omits unchanged buffers.
+            The copy as it is offered. Its difference omits unchanged buffers and moments.
         """
         difference = self._without_unchanged_buffers(fragment, version, copy)
         return replace(copy, difference=difference, difference_digest=digest(difference))
@@ -310,13 +313,12 @@ class ShardTensors(Contributions):
     def _without_unchanged_buffers(
         self, fragment: int, version: Version, copy: PublishedCopy
     ) -> Tensor:
-        if fragment not in self._buffers:
-            return copy.difference
-        buffers = self.plan.buffers_of(fragment, copy.whole)
-        before = self._buffers[fragment].add(version, buffers)
-        assert before is not None, f"fragment {fragment} was merged before it was installed"
-        wire = self.plan.downlink_of(fragment)
-        return packed(copy.difference, before, wire)
+        before = None
+        if fragment in self._buffers:
+            buffers = self.plan.buffers_of(fragment, copy.whole)
+            before = self._buffers[fragment].add(version, buffers)
+            assert before is not None, f"fragment {fragment} was merged before it was installed"
+        return packed(copy.difference, before, self.plan.downlink_of(fragment))
 
     def whole(self, fragment: int) -> Tensor:
         """Return the published copy Θ̂, fp32 [N]; it is never written to again."""

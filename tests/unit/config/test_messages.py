@@ -32,6 +32,31 @@ def sites(*entries: dict[str, Any]) -> dict[str, Any]:
 
 
 CASES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"sync": {"moments": {"every": 0}}},
+        "every=0 in [sync.moments] is out of range: it must be at least 1",
+    ),
+    (
+        {"sync": {"moments": {"codec": "int8"}}},
+        "codec='int8' in [sync.moments] cannot be combined with 'exp_avg_sq' in names, because a "
+        "divisor that is rounded to 0 makes a step far too long: set codec='bf16', or "
+        "names=['exp_avg|momentum_buffer']",
+    ),
+    (
+        {"sync": {"moments": {"names": ["exp_avg|"]}}},
+        "names has 'exp_avg|' in [sync.moments], which is not a valid key of a state: write keys, "
+        "separated by '|'",
+    ),
+    (
+        {"sync": {"moments": {}}, "learner": {"ranks": 2}},
+        "ranks=2 of learner-0 in [learner] cannot be combined with [sync.moments], which needs "
+        "learners with one rank: set ranks=1, or take [sync.moments] out",
+    ),
+    (
+        {"sync": {"moments": {}}, "privacy": {"secure_sums": True}},
+        "[sync.moments] cannot be combined with secure_sums=true in [privacy], because moments "
+        "have no bound for its fixed point: take one of them out",
+    ),
     ({"sync": {"quorom": 1}}, "unknown key 'quorom' in [sync]: did you mean 'quorum'?"),
     (
         sites({"name": "a", "learners": []}),

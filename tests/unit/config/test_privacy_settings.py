@@ -39,6 +39,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "noise_multiplier=-1.0 in [privacy.dp] is out of range: it must be greater than 0.0",
     ),
     (
+        {},
+        {"sync": {"merge": MERGE, "moments": {}}},
+        "[sync.moments] cannot be combined with [privacy.dp], because moments are values without a "
+        "bound: take [sync.moments] out",
+    ),
+    (
         {"clip_quantile": 1.0},
         {},
         "clip_quantile=1.0 in [privacy.dp] is out of range: it must be less than 1.0",

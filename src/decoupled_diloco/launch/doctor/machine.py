@@ -249,8 +249,8 @@ def judge_model(name: str, model: ModelFacts) -> Finding:
     """Report the model that the run's file describes."""
     return ok(
         "model",
-        f"{name}: {format_count(model.layout.numel)} parameters in "
-        f"{many(len(model.layout.tensors), 'tensor')}, fragments of up to "
+        f"{name}: {format_count(model.layout.of_model.numel)} parameters in "
+        f"{many(len(model.layout.of_model.tensors), 'tensor')}, fragments of up to "
         f"{format_bytes(model.fragment_bytes)} on the wire",
     )
 

@@ -201,7 +201,7 @@ def judge_run(
         return
     yield judge_settings(config, theirs)
     if model is not None:
-        yield judge_layout(model.layout, run.get("layout"))
+        yield judge_layout(model.layout.of_model, run.get("layout"))
 
 
 def judge_settings(ours: RunConfig, theirs: RunConfig) -> Finding:

@@ -22,6 +22,7 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.on_device import placed
 from decoupled_diloco.merge import layout_of, tensors_of
+from decoupled_diloco.merge.fragments import clipped
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.workloads import Workload, workload_of
 from decoupled_diloco.workloads.gpt import GptWorkload
@@ -70,19 +71,20 @@ class VirtualRun:
         return {name: host.losses for name, host in self.system.learners.items()}
 
     def weights(self) -> list[Tensor]:
-        """Return the global weights, fp32, in the order of the layout."""
+        """Return the global weights, fp32, in the order of the model's layout."""
         flat = [
             torch.empty(spec.numel, dtype=torch.float32, device="cpu")
-            for spec in self.plan.layout.tensors
+            for spec in self.plan.layout.of_model.tensors
         ]
         for shard in self.system.shards:
             for fragment, entry in shard.tensors.fragments.items():
                 start = 0
-                for piece in self.plan.fragments[fragment].pieces:
+                stop = self.plan.moments_start(fragment)
+                for piece in clipped(self.plan.fragments[fragment], 0, stop).pieces:
                     values = entry.published[start : start + piece.numel]
                     flat[piece.tensor][piece.start : piece.stop] = values
                     start += piece.numel
-        shapes = [spec.shape for spec in self.plan.layout.tensors]
+        shapes = [spec.shape for spec in self.plan.layout.of_model.tensors]
         return [tensor.view(shape) for tensor, shape in zip(flat, shapes, strict=True)]
 
     def model(self) -> nn.Module:
