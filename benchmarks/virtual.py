@@ -165,7 +165,7 @@ class Cell:
 
     def config(self, seed: int) -> RunConfig:
         """Return the settings of the run."""
-        size: dict[str, Any] = SIZE if self.workload != "vit" else {}
+        size: dict[str, Any] = {} if self.workload in ("speech", "vit") else SIZE
         inner = {"optimizer": self.inner, "learning_rate": self.rate or RATES[self.inner]}
         batch = self.batch or SEQUENCES // self.learners
         budget = {"max_steps": self.steps}
@@ -266,6 +266,7 @@ def compare(
     *,
     steps: int,
     config: dict[str, Any],
+    size: dict[str, Any] = SIZE,
 ) -> None:
     """Run a whole benchmark: measure each cell with each seed, and save a summary.
 
@@ -279,6 +280,7 @@ def compare(
         summary: Summarizes a cell; it receives the rows of all cells.
         steps: Steps of each run, unless the command line sets them.
         config: Additional settings to save.
+        size: Options of the model to save.
     """
     arguments = options(
         seeds=[1, 2, 3], kept=Path(f"{folder}.jsonl"), steps=steps, name=folder, cells="."
@@ -293,7 +295,7 @@ def compare(
     kept = keep(
         arguments.name,
         of="" if arguments.name in ABOUT else folder,
-        config={"steps": arguments.steps, "seeds": arguments.seeds, **SIZE, **config},
+        config={"steps": arguments.steps, "seeds": arguments.seeds, **size, **config},
         raw=[row for each in rows.values() for row in each],
         result={name: summary(name, rows) for name in rows},
     )

@@ -49,6 +49,7 @@ TEXT = {
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": TEXT,
     "moe": {**TEXT, "expert_hidden": 16},
+    "speech": {"layers": 1, "width": 32, "batch_size": 4, "warmup_steps": 0, "eval_utterances": 20},
     "vit": {"layers": 1, "width": 32, "batch_size": 8, "warmup_steps": 0},
 }
 
@@ -133,6 +134,8 @@ def test_an_exported_run_has_the_loss_of_its_last_evaluation(tmp_path: Path) -> 
     assert last.loss == pytest.approx(measured["loss"], rel=1e-5)
     assert last.metrics[0].value == pytest.approx(measured["accuracy"])
     assert last.tokens == 359
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", (folder / "report.html").read_text())
+    assert captions == [each.caption for each in workload.pictures(model)]
 
     (folder / "weights.safetensors").unlink()
     shutil.rmtree(folder / "checkpoints")

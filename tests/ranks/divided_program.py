@@ -19,6 +19,7 @@ TEXT: dict[str, Any] = {**SMALL, "context": 8, "corpus_bytes_max": 50_000}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {**TEXT, "tied": True},
     "moe": {**TEXT, "experts": 4, "expert_hidden": 16},
+    "speech": SMALL,
     "vit": SMALL,
 }
 

@@ -17,7 +17,10 @@ from ranks.divided_program import SIZES, measured
 from ranks.rank_learners import ranks
 from ranks.rank_program import Job
 
-KINDS = ["gpt fsdp", "moe ddp", "vit tp", "gpt ddp", "gpt tp", "vit ddp", "vit fsdp"]
+KINDS = [
+    *("gpt fsdp", "moe ddp", "vit tp", "gpt ddp", "gpt tp", "vit ddp", "vit fsdp"),
+    *("speech ddp", "speech fsdp", "speech tp"),
+]
 
 
 @pytest.mark.parametrize("kind", long_after(3, KINDS))
@@ -53,7 +56,7 @@ def test_loss_and_gradients_equal_those_of_the_whole_model(kind: str, tmp_path: 
             {},
             {"ranks": 2, "parallelism": "tp"},
             "workload 'moe' cannot be combined with parallelism='tp' and ranks=2: only 'gpt', "
-            "'paced' and 'vit' support tensor parallel: use 'ddp'",
+            "'paced', 'speech' and 'vit' support tensor parallel: use 'ddp'",
         ),
         (
             "gpt",

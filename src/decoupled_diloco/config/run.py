@@ -490,7 +490,7 @@ class WorkloadSettings(Settings):
     table: ClassVar[str] = "[workload]"
 
     name: str = "gpt"
-    """A built-in workload ("gpt", "paced", "digits", "moe" or "vit"), or your own as
+    """A built-in workload ("gpt", "paced", "digits", "moe", "speech" or "vit"), or your own as
     "module:function"."""
 
     options: dict[str, Any] = Field(default_factory=dict)

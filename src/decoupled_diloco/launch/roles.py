@@ -42,7 +42,12 @@ from decoupled_diloco.participants import Learner, Observer
 from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.tape import TapeWriter
-from decoupled_diloco.tape.samples import CorpusDescribed, SampleGenerated, evaluation_of
+from decoupled_diloco.tape.samples import (
+    CorpusDescribed,
+    SampleGenerated,
+    evaluation_of,
+    pictures_of,
+)
 from decoupled_diloco.transport.interface import Client
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Batch, Workload, workload_of
@@ -54,7 +59,7 @@ from decoupled_diloco.workloads.rank_split import (
     share_of_data,
     step_separately,
 )
-from decoupled_diloco.workloads.workload import Placed
+from decoupled_diloco.workloads.workload import Pictured, Placed
 
 logger = logging.getLogger(__name__)
 
@@ -440,7 +445,7 @@ async def evaluate(
                     observer._report(scorer.gains(observer.global_step, observer.versions))
                 if not done:
                     await observer._stay(config.run.evaluate_interval_seconds)
-            _sample_text(workload, model, tape)
+            _show_results(workload, model, tape)
 
 
 def evaluate_result(config: RunConfig, *, folder: Path) -> None:
@@ -460,13 +465,15 @@ def evaluate_result(config: RunConfig, *, folder: Path) -> None:
     with open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
         tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
         _evaluate(workload, model, found.global_step or 0, tape)
-        _sample_text(workload, model, tape)
+        _show_results(workload, model, tape)
 
 
-def _sample_text(workload: Workload, model: torch.nn.Module, tape: TapeWriter) -> None:
+def _show_results(workload: Workload, model: torch.nn.Module, tape: TapeWriter) -> None:
     text = workload.sample(model)
     if text is not None:
         tape.sample(now(), SampleGenerated(text))
+    if isinstance(workload, Pictured):
+        tape.sample(now(), pictures_of(workload.pictures(model)))
 
 
 def _evaluate(

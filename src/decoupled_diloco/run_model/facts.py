@@ -126,6 +126,7 @@ class RunFacts:
         self.releases: dict[str, str] = {}
         self.corpus: dict[str, Any] | None = None
         self.sample_text: str | None = None
+        self.pictures: tuple[samples.GrayPicture, ...] = ()
         self.told_to_end: set[str] = set()  # asked to stop by the launcher, not restarted since
         self.stopped_by = ""  # the party that has ended the run before its budget was reached
         self.ends: dict[str, list[tuple[float, samples.ProcessEnded]]] = {}

@@ -231,6 +231,8 @@ class RunModel(RunFacts):
                 self.remark("", f"weights saved: {path}")
             case samples.SampleGenerated(text):
                 self.sample_text = text
+            case samples.PicturesGenerated(pictures):
+                self.pictures = pictures
             case samples.CorpusDescribed(description):
                 self._corpus_described(description)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from markupsafe import Markup
@@ -238,6 +239,26 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+def picture(caption: str, rows: Sequence[str]) -> Markup:
+    """Return a gray picture from the rows of a `GrayPicture`, in the color of the text."""
+    paths = Markup("")
+    for level in "123456789":
+        runs = ""
+        for y, row in enumerate(rows):
+            x = 0
+            for pixel, run in groupby(row):
+                width = len(tuple(run))
+                if pixel == level:
+                    runs += f"M{x} {y}h{width}v1h-{width}z"
+                x += width
+        if runs:
+            paths += Markup('<path d="{}" fill-opacity="{:.2f}"/>').format(runs, int(level) / 9)
+    columns = max(map(len, rows), default=0)
+    return Markup(
+        '<svg class="picture" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+    ).format(columns, len(rows), caption, paths)
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:

@@ -20,7 +20,7 @@ from decoupled_diloco.run_model.accounts import TIME_PARTS, TOKEN_PARTS
 from decoupled_diloco.run_model.facts import GAP_MEDIANS
 from decoupled_diloco.run_model.phrases import ABSENT, listing, many, percent
 from decoupled_diloco.show import figures
-from decoupled_diloco.show.charts import DARK, LIGHT, Chart
+from decoupled_diloco.show.charts import DARK, LIGHT, Chart, picture
 from decoupled_diloco.show.figures import RELAY_KEYS, TIMELINE_KEYS, timeline_chart
 from decoupled_diloco.show.status import advice_of
 from decoupled_diloco.show.tables import (
@@ -98,6 +98,7 @@ def render_report(run: RunModel, settings: str | None = None) -> str:
         gap_medians=f"{GAP_MEDIANS:g}",
         rounds_merged=run.rounds_merged,
         sample_text=run.sample_text,
+        pictures=[(each.caption, picture(each.caption, each.rows)) for each in run.pictures],
         settings=settings if settings is not None else "\n".join(recorded) or None,
         settings_recorded=settings is None,
     )

@@ -7,11 +7,18 @@ because JSON cannot represent it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.transport.interface import Stats
+
+if TYPE_CHECKING:
+    from decoupled_diloco.workloads.workload import Picture
+
+PICTURE_SIDE_MAX = 256
+"""Most pixels of a picture's side, so that pictures do not dominate the tape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,21 @@ class SampleGenerated:
 
 
 @dataclass(frozen=True, slots=True)
+class GrayPicture:
+    """A picture, from top to bottom: each row has a digit per pixel, 0 (background) to 9."""
+
+    caption: str
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PicturesGenerated:
+    """Pictures of held-out data, with the trained model's results as captions."""
+
+    pictures: tuple[GrayPicture, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CorpusDescribed:
     """The learners' training data, described by a JSON object as text."""
 
@@ -234,7 +256,7 @@ Sample = (
     LossMeasured | Evaluated | ProcessStarted | ProcessEnded | EndRequested | FaultInjected
     | FaultEnded | RestartScheduled | TookOver | WeightsSaved | SampleGenerated | CorpusDescribed
     | LinkState | BytesMoved | CheckpointWritten | PayloadsEnded | WentBack | DeviceUsed
-    | StoreMirrored
+    | StoreMirrored | PicturesGenerated
 )  # fmt: skip
 
 
@@ -254,3 +276,26 @@ def evaluation_of(global_step: int, metrics: Mapping[str, float]) -> Evaluated:
     others = [Metric(k, float(v)) for k, v in metrics.items() if k not in ("loss", "tokens")]
     tokens = int(metrics.get("tokens", 0))
     return Evaluated(global_step, metrics["loss"], tokens, tuple(others))
+
+
+def pictures_of(pictures: Iterable[Picture]) -> PicturesGenerated:
+    """Return the result of a workload's ``pictures`` as a sample.
+
+    Raises:
+        ConfigError: A picture is too large for the tape, or its pixels are not a matrix.
+
+    >>> import torch
+    >>> pictures_of([("two dots", torch.eye(2))]).pictures
+    (GrayPicture(caption='two dots', rows=('90', '09')),)
+    """
+    drawn = []
+    for caption, pixels in pictures:
+        shape = tuple(pixels.shape)
+        if len(shape) != 2 or max(shape) > PICTURE_SIDE_MAX:
+            raise ConfigError(
+                f"pictures() of the workload returned pixels of shape={shape}: use two dimensions, "
+                f"of at most {PICTURE_SIDE_MAX} pixels each"
+            )
+        levels = (9 * pixels.float().nan_to_num(0).clamp(0, 1)).round().int().tolist()
+        drawn.append(GrayPicture(caption, tuple("".join(map(str, row)) for row in levels)))
+    return PicturesGenerated(tuple(drawn))

@@ -7,8 +7,8 @@
 
 Other distributions provide workloads with an entry point: a module with the classes that
 `load_workload` builds. The extra `lab` has `moe` (`gpt` with a mixture of experts in each block),
-`vit` (a vision transformer on handwritten digits) and `digits` (a small perceptron on these, for
-learners with different data).
+`vit` (a vision transformer on handwritten digits), `digits` (a small perceptron on these, for
+learners with different data) and `speech` (an encoder that recognizes spoken letters and digits).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from decoupled_diloco.workloads.workload import Batch, Workload
 __all__ = ["Batch", "Workload", "load_workload", "workload_of"]
 
 BUILT_IN = ("gpt", "paced")
-OF_THE_LAB = ("digits", "moe", "vit")
+OF_THE_LAB = ("digits", "moe", "speech", "vit")
 GROUP = "decoupled_diloco.workloads"
 """The entry-point group for workloads of installed distributions."""
 

@@ -56,7 +56,7 @@ def _problem(workload: Workload, parallelism: Parallelism, ranks: int) -> str:
     if parallelism != "tp":
         return ""
     if not isinstance(workload, BuiltIn) or workload.has_experts:
-        return "only 'gpt', 'paced' and 'vit' support tensor parallel: use 'ddp'"
+        return "only 'gpt', 'paced', 'speech' and 'vit' support tensor parallel: use 'ddp'"
     heads: int = getattr(workload.options, "heads")  # noqa: B009 (each built-in transformer's)
     return f"heads={heads} is not a multiple of ranks: change one of them" if heads % ranks else ""
 

@@ -38,13 +38,16 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: Angles | None = None, attended: Tensor | None = None
+    ) -> Tensor:
         """Return the residual stream [B, T, W] after the block.
 
         Args:
             angles: Rotary angles of the positions; None: no rotary positions.
+            attended: Positions to attend to in non-causal attention, bool [B, 1, 1, T]; None: all.
         """
-        x = x + self.attention(self.attention_norm(x), angles)
+        x = x + self.attention(self.attention_norm(x), angles, attended)
         x = x + self.mlp(self.mlp_norm(x))
         return x  # noqa: RET504 (the two residual lines belong together)
 
@@ -61,12 +64,12 @@ class Attention(nn.Module):
         self.value = nn.Linear(width, width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """Map [B, T, W] to [B, T, W]."""
+    def forward(self, x: Tensor, angles: Angles | None, attended: Tensor | None = None) -> Tensor:
+        """Map [B, T, W] to [B, T, W]; see `Block`."""
         q, k, v = (self._split(f(x)) for f in (self.query, self.key, self.value))
         if angles is not None:
             q, k = _rotate(q, angles), _rotate(k, angles)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = F.scaled_dot_product_attention(q, k, v, attended, is_causal=self.causal)
         projected: Tensor = self.project(y.transpose(1, 2).flatten(2))
         return projected
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,29 @@ class Placed(Protocol):
 
     def take_place(self, index: int, learners: int) -> None:
         """Receive the learner's number and the number of learners, once, before the first batch."""
+
+
+class Picture(NamedTuple):
+    """A gray picture for the report of a run.
+
+    Attributes:
+        caption: What the picture shows, in a few words.
+        pixels: Rows from top to bottom, float [H, W], 0 (background) to 1.
+    """
+
+    caption: str
+    pixels: Tensor
+
+
+@runtime_checkable
+class Pictured(Protocol):
+    """A workload whose results can be seen: the report of a run shows its pictures."""
+
+    def pictures(self, model: torch.nn.Module) -> list[Picture]:
+        """Return a few pictures of held-out data with the model's results as captions.
+
+        The model does not change; its training mode is restored.
+        """
 
 
 @runtime_checkable

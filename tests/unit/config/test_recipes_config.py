@@ -10,6 +10,7 @@ from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload
+from decoupled_diloco_lab.workloads.speech import SpeechWorkload
 from decoupled_diloco_lab.workloads.vit import VitWorkload
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -29,7 +30,7 @@ def test_a_recipe_loads_with_its_workload(name: str) -> None:
     config = load(name)
     assert config.run.name == name
     workload = load_workload(config.workload.name, config.workload_options())
-    assert isinstance(workload, GptWorkload | VitWorkload)
+    assert isinstance(workload, GptWorkload | SpeechWorkload | VitWorkload)
     assert workload.options.total_steps == config.run.max_steps
 
 

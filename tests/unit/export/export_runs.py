@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "eval_batches": 1,
         "corpus_bytes_max": 100_000,
     },
+    "speech": {"layers": 1, "width": 32, "heads": 2, "batch_size": 4, "eval_utterances": 20},
     "vit": {"layers": 1, "width": 32, "heads": 2, "batch_size": 8},
 }
 SMALL["moe"] = {**SMALL["gpt"], "experts": 3, "expert_hidden": 24}

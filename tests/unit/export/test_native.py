@@ -66,7 +66,7 @@ def same(first: nn.Module, second: nn.Module) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("name", ["gpt", "moe", "vit"])
+@pytest.mark.parametrize("name", ["gpt", "moe", "speech", "vit"])
 def test_an_export_loads_back_and_evaluates_the_same(tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     model = run_folder(run, name)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from markupsafe import Markup
 
 from decoupled_diloco.errors import DilocoError, StorageError
@@ -39,7 +40,7 @@ from decoupled_diloco.show import figures
 from decoupled_diloco.show.figures import averaged, rows_of, smoothed, step_rates, timeline_chart
 from decoupled_diloco.show.report import problems_of, render_report, write_comparison, write_report
 from decoupled_diloco.tape import TapeWriter
-from decoupled_diloco.tape.samples import SampleGenerated
+from decoupled_diloco.tape.samples import SampleGenerated, pictures_of
 from unit.show.models import model_of
 
 
@@ -318,6 +319,24 @@ def test_an_unpaired_surrogate_in_a_sample_becomes_a_question_mark(tmp_path):
         tape.sample(1.0, SampleGenerated("left\udc80right"))
     write_report(tmp_path, tmp_path / "report.html")
     assert "left?right" in (tmp_path / "report.html").read_text()
+
+
+def test_pictures_are_drawn_with_captions(tmp_path):
+    pixels = torch.tensor([[0.0, 1.0, 1.0], [1 / 3, 0.0, 1 / 3]])
+    with TapeWriter(tmp_path, "evaluator") as tape:
+        tape.sample(1.0, pictures_of([("earlier", pixels)]))
+        tape.sample(2.0, pictures_of([("read <7>", pixels), ("read 8", pixels[:, :2])]))
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert_fetches_nothing(page)
+    assert "<figcaption>read &lt;7&gt;</figcaption>" in page
+    assert (
+        '<svg class="picture" viewBox="0 0 3 2" role="img" aria-label="read &lt;7&gt;">'
+        '<path d="M0 1h1v1h-1zM2 1h1v1h-1z" fill-opacity="0.33"/>'
+        '<path d="M1 0h2v1h-2z" fill-opacity="1.00"/></svg>'
+    ) in page
+    assert "earlier" not in page, "only the last pictures count"
+    assert page.count('<svg class="picture"') == 2
 
 
 def test_diverged_losses_are_reported():

@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import re
 import resource
 import subprocess
@@ -9,8 +10,9 @@ import time
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.protocol import LearnerMachine, Options, wire
 from decoupled_diloco.protocol.messages import (
     Connected,
@@ -35,10 +37,12 @@ from decoupled_diloco.tape.replay import replay
 from decoupled_diloco.tape.samples import (
     BytesMoved,
     Evaluated,
+    GrayPicture,
     LinkState,
     LossMeasured,
     Metric,
     Sample,
+    pictures_of,
 )
 
 
@@ -580,3 +584,18 @@ def test_an_evaluation_of_an_older_tape_has_no_metrics(tmp_path):
     values = [r for r in TapeReader(tmp_path) if r.kind == "sample"]
     assert "metrics" not in values[0].data
     assert values[0].value() == Evaluated(7, 0.5, 32, ())
+
+
+def test_a_picture_is_stored_as_digits():
+    pixels = torch.tensor([[0.0, 0.5, 2.0], [-1.0, 1.0, math.nan]])
+    assert pictures_of([("a", pixels)]).pictures == (GrayPicture("a", ("049", "090")),)
+
+
+@pytest.mark.parametrize("shape", [(3,), (257, 2), (1, 8, 8)])
+def test_a_picture_of_another_shape_is_rejected(shape):
+    with pytest.raises(ConfigError) as error:
+        pictures_of([("a", torch.zeros(shape))])
+    assert str(error.value) == (
+        f"pictures() of the workload returned pixels of shape={shape}: use two dimensions, of at "
+        "most 256 pixels each"
+    )

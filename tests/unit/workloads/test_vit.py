@@ -141,6 +141,19 @@ def test_describe_is_plain_and_counts_images(workload: VitWorkload) -> None:
     assert workload.sample(workload.model()) is None
 
 
+def test_pictures_are_held_out_images_with_both_digits(workload: VitWorkload) -> None:
+    model = workload.model()
+    pictures = workload.pictures(model)
+    images, labels = workload.digits.held_out
+    with torch.no_grad():
+        found = model(images[:12]).argmax(-1)
+    assert model.training
+    assert [each.caption for each in pictures] == [
+        f"written {label}, read {read}" for label, read in zip(labels[:12], found, strict=True)
+    ]
+    assert torch.equal(torch.stack([each.pixels for each in pictures]), images[:12])
+
+
 def test_the_error_without_scikit_learn_has_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,1 +1,1 @@
-"""Workloads of the lab: a mixture of experts and a vision transformer."""
+"""Workloads of the lab: a mixture of experts, vision and speech."""

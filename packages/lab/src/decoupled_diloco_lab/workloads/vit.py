@@ -25,11 +25,13 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads.inner import BuiltIn, InnerOptions, check_heads, evaluating
 from decoupled_diloco.workloads.text import pass_order, region
 from decoupled_diloco.workloads.transformer import MLP, Block, initialize
+from decoupled_diloco.workloads.workload import Picture
 
 SIDE = 8
 CLASSES = 10
 INTENSITY_MAX = 16.0
 HELD_OUT_SHARE = 0.2
+PICTURES = 12
 
 ImageBatch: TypeAlias = tuple[Tensor, Tensor]
 """Images, fp32 [B, 8, 8] from 0 to 1, and their digits, int64 [B]."""
@@ -110,6 +112,14 @@ class ImageWorkload(BuiltIn):
 
     def sample(self, model: nn.Module, prompt: str = "", length: int = 200) -> None:
         """Return ``None``: the model generates no text."""
+
+    def pictures(self, model: nn.Module) -> list[Picture]:
+        """Return held-out images with their digits and those that the model reads."""
+        images, labels = (each[:PICTURES] for each in self.digits.held_out)
+        with evaluating(model):
+            found = model(images.to(next(model.parameters()).device)).argmax(-1).tolist()
+        rows = zip(images, labels.tolist(), found, strict=True)
+        return [Picture(f"written {label}, read {read}", image) for image, label, read in rows]
 
     def describe(self) -> dict[str, Any]:
         """Describe the model and the data for the tape."""
