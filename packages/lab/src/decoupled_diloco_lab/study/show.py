@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.show.charts import Canvas, Chart, Point, framed, standalone
+from decoupled_diloco.show.console import SteadyConsole, plain_table
 from decoupled_diloco.show.figures import COLORS, loss_limits
 from decoupled_diloco.units import format_bytes, format_duration
 
@@ -25,7 +24,7 @@ KEY_HEIGHT = 18.0
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a progress bar on a terminal during the block; yields a function that advances it."""
-    console = Console(stderr=True)
+    console = SteadyConsole(stderr=True)
     if not console.is_terminal:
         yield lambda: None
         return
@@ -47,16 +46,13 @@ def print_table(
         base: Name of the reference.
         seeds: Number of seeds.
     """
-    table = Table(box=None, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    table.add_column("loss", justify="right", no_wrap=True)
-    table.add_column(f"gap to {base} (95 %)", no_wrap=True)
-    table.add_column("bytes/token", justify="right", no_wrap=True)
-    table.add_column("time/run", justify="right", no_wrap=True)
+    gap_column = f"gap to {base} (95 %)"
+    columns = ("method", "loss", gap_column, "bytes/token", "time/run")
+    table = plain_table(*columns, left={"method", gap_column}, wrap=False)
     for name, loss, gap, traffic, seconds in rows:
         shown = format_duration(seconds)
         table.add_row(name, f"{loss:.4f}", _gap(gap), format_bytes(traffic), shown)
-    console = Console(width=None if Console().is_terminal else 100, highlight=False)
+    console = SteadyConsole(width=None if SteadyConsole().is_terminal else 100)
     console.print(table)
     console.print(f"{seeds} seeds" if seeds > 1 else "1 seed: no interval")
 
