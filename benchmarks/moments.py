@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from virtual import Cell, Row, compare, gap_percent, mean_of
+from virtual import Cell, compare_with
 
 MUON = {"merge": {"rule": "mean"}}
 SETTINGS = {
@@ -34,19 +34,11 @@ CELLS = {
     for variant, more in VARIANTS.items()
 }
 
-
-def measure(cell: Cell, seed: int, steps: int) -> Row:
-    return replace(cell, steps=steps).measure(seed)
-
-
-def summary(name: str, rows: dict[str, list[Row]]) -> Row:
-    """Return the losses, and the paired difference from moments that stay local."""
-    own, local = rows[name], f"{name.rpartition(', ')[0]}, local moments"
-    found: Row = {"loss": mean_of(own, "loss"), "losses": [row["loss"] for row in own]}
-    if local in rows and local != name:
-        found["gap_percent"] = gap_percent(own, rows[local])
-    return found
-
-
 if __name__ == "__main__":
-    compare("moments", CELLS, measure, summary, steps=600, config={"learners": 4})
+    compare_with(
+        "moments",
+        CELLS,
+        lambda name: f"{name.rpartition(', ')[0]}, local moments",
+        steps=600,
+        config={"learners": 4},
+    )

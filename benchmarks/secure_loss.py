@@ -8,10 +8,9 @@ file, and recorded runs are not repeated.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from virtual import Cell, Row, compare, gap_percent, mean_of
+from virtual import Cell, compare_with
 
 PLAIN = "single contributions, {rule}"
 CELLS = {
@@ -24,19 +23,11 @@ CELLS = {
     )
 }
 
-
-def measure(cell: Cell, seed: int, steps: int) -> Row:
-    return replace(cell, steps=steps).measure(seed)
-
-
-def summary(name: str, rows: dict[str, list[Row]]) -> Row:
-    """Return the losses, and the paired difference from single contributions."""
-    own, plain = rows[name], PLAIN.format(rule=name.rpartition(" ")[2])
-    found: Row = {"loss": mean_of(own, "loss"), "losses": [row["loss"] for row in own]}
-    if plain in rows and plain != name:
-        found["gap_percent"] = gap_percent(own, rows[plain])
-    return found
-
-
 if __name__ == "__main__":
-    compare("secure_loss", CELLS, measure, summary, steps=600, config={"learners": 8})
+    compare_with(
+        "secure_loss",
+        CELLS,
+        lambda name: PLAIN.format(rule=name.rpartition(" ")[2]),
+        steps=600,
+        config={"learners": 8},
+    )

@@ -8,10 +8,9 @@ run is one line of a file, and recorded runs are not repeated.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from virtual import Cell, Row, compare, gap_percent, mean_of
+from virtual import Cell, compare_with
 
 SITES: tuple[dict[str, Any], ...] = (
     {"name": "site-a", "learners": [0, 1, 2, 3]},
@@ -28,19 +27,11 @@ CELLS = {
     for name, sites in (("flat", ()), ("two sites", SITES))
 }
 
-
-def measure(cell: Cell, seed: int, steps: int) -> Row:
-    return replace(cell, steps=steps).measure(seed)
-
-
-def summary(name: str, rows: dict[str, list[Row]]) -> Row:
-    """Return the losses, and with relays the paired difference from the flat run."""
-    own, flat = rows[name], f"{name.partition(',')[0]}, flat"
-    found: Row = {"loss": mean_of(own, "loss"), "losses": [row["loss"] for row in own]}
-    if flat in rows and flat != name:
-        found["gap_percent"] = gap_percent(own, rows[flat])
-    return found
-
-
 if __name__ == "__main__":
-    compare("sites", CELLS, measure, summary, steps=600, config={"learners": 8})
+    compare_with(
+        "sites",
+        CELLS,
+        lambda name: f"{name.partition(',')[0]}, flat",
+        steps=600,
+        config={"learners": 8},
+    )

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -300,3 +300,34 @@ def compare(
         result={name: summary(name, rows) for name in rows},
     )
     print(kept)
+
+
+def compare_with(
+    folder: str,
+    cells: Mapping[str, Cell],
+    reference: Callable[[str], str],
+    *,
+    steps: int,
+    config: dict[str, Any],
+) -> None:
+    """Run a whole benchmark whose result is each cell's loss and its gap to a reference cell.
+
+    Args:
+        folder: See `compare`.
+        cells: See `compare`.
+        reference: Returns the name of the cell that a cell is compared with.
+        steps: See `compare`.
+        config: See `compare`.
+    """
+
+    def summary(name: str, rows: dict[str, list[Row]]) -> Row:
+        own, other = rows[name], reference(name)
+        found: Row = {"loss": mean_of(own, "loss"), "losses": [row["loss"] for row in own]}
+        if other in rows and other != name:
+            found["gap_percent"] = gap_percent(own, rows[other])
+        return found
+
+    def measure(cell: Cell, seed: int, steps: int) -> Row:
+        return replace(cell, steps=steps).measure(seed)
+
+    compare(folder, cells, measure, summary, steps=steps, config=config)

@@ -53,9 +53,9 @@ def plugins(options: PluginsOptions) -> None:
         for each in found:
             typer.echo("\t".join(each))
         return
-    from rich.table import Table
+    from decoupled_diloco.show.console import plain_table
 
-    table = Table(*Plugin._fields, box=None)
+    table = plain_table(*Plugin._fields)
     for each in found:
         table.add_row(*each)
     console.print(table)

@@ -147,8 +147,9 @@ class Boundary:
             ConfigError: The optimizer has no such moments.
         """
         shared = self.membership.shared
-        with self.membership.background.changed:
-            shared.tensors.stepped(shared.machine.global_step)
+        if shared.tensors.awaits_moments:  # no lock in any other step
+            with self.membership.background.changed:
+                shared.tensors.stepped(shared.machine.global_step)
 
     def at(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
         """Execute a boundary; a checkpoint of the run is taken first."""

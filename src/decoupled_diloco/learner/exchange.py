@@ -154,11 +154,15 @@ class LearnerTensors:
     def _forget(self, order: ForgetResidual) -> None:
         self.residuals[order.fragment] = ()
 
+    @property
+    def awaits_moments(self) -> bool:
+        """Whether moments of the run wait for the first step of the learner's optimizer."""
+        return isinstance(self.store, MomentStore) and self.store.awaits_step
+
     def stepped(self, run_step: int) -> None:
         """See `Moments.stepped`."""
-        if self.plan.moments is not None:
-            assert isinstance(self.store, MomentStore), "no other store admits moments"
-            self.store.stepped(self.plan.fragments, run_step)
+        assert isinstance(self.store, MomentStore), "no other store admits moments"
+        self.store.stepped(self.plan.fragments, run_step)
 
     def snapshot(self, fragment: int) -> None:
         """Copy a fragment's parameters as they are now."""

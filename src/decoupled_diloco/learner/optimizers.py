@@ -781,6 +781,11 @@ class StatePart:
         return self.stop - self.start
 
 
+def _divided(parts: Sequence[StatePart], flat: Tensor) -> Iterator[tuple[StatePart, Tensor]]:
+    """Yield each part with its elements of a flat tensor [N]."""
+    return zip(parts, torch.split(flat, [each.numel for each in parts]), strict=True)
+
+
 class Moments:
     """The moments of a learner's optimizers that the run merges.
 
@@ -791,6 +796,9 @@ class Moments:
 
     Args:
         optimizers: The inner optimizers.
+
+    Attributes:
+        has_stepped: Whether `stepped` has been called.
     """
 
     def __init__(self, optimizers: InnerOptimizers) -> None:
@@ -798,7 +806,7 @@ class Moments:
         self._layers = [each for each in optimizers.layers() if hasattr(each, "state")]
         self._waiting: dict[StatePart, Tensor] = {}
         self._received: dict[int, Tensor] = {}
-        self._has_stepped = False
+        self.has_stepped = False
 
     def read(self, parts: Sequence[StatePart], out: Tensor) -> None:
         """Copy moments; those that do not exist are left out.
@@ -807,9 +815,7 @@ class Moments:
             parts: The parts, one after the other in `out`.
             out: [N], fp32, on any device.
         """
-        for part, target in zip(
-            parts, torch.split(out, [each.numel for each in parts]), strict=True
-        ):
+        for part, target in _divided(parts, out):
             moment = self._moment(part)
             if moment is not None:
                 target.copy_(moment.detach().reshape(-1)[part.start : part.stop])
@@ -822,18 +828,16 @@ class Moments:
             parts: The parts, one after the other in `values`.
             values: [N], fp32, on the CPU.
         """
-        for part, own in zip(
-            parts, torch.split(values, [each.numel for each in parts]), strict=True
-        ):
+        for part, own in _divided(parts, values):
             moment = self._moment(part)
             if moment is None:
-                if not self._has_stepped:
+                if not self.has_stepped:
                     self._waiting[part] = own
                 continue
             known = ~own.isnan()
             if not bool(known.any()):
                 continue
-            if not self._has_stepped:
+            if not self.has_stepped:
                 self._received[id(part.parameter)] = part.parameter
             flat = moment.reshape(-1)  # a copy if the moment is not contiguous
             target = flat[part.start : part.stop]
@@ -851,13 +855,13 @@ class Moments:
         Raises:
             ConfigError: No parameter has one of the moments.
         """
-        if self._has_stepped:
+        if self.has_stepped:
             return
         self._require(list(parts))
         waiting, self._waiting = self._waiting, {}
         for part, values in waiting.items():
             self.write([part], values)
-        self._has_stepped = True
+        self.has_stepped = True
         for parameter in self._received.values():
             for layer in self._layers:
                 state = layer.state.get(parameter)

@@ -315,7 +315,7 @@ class MomentStore:
         self._run = store.layout
         self._parts: dict[int, tuple[Fragment, Fragment, list[StatePart]]] = {}
         self._device = parameters[store.layout.tensors[0].name].device
-        self._side = SideStream(self._device) if self._device.type == "cuda" else None
+        self._side: SideStream | None = None
 
     @property
     def layout(self) -> Layout:
@@ -326,6 +326,17 @@ class MomentStore:
         """See `ParameterStore.admit`."""
         self._run = layout
         self._store.admit(layout.of_model)
+        if self._has_moments and self._device.type == "cuda":
+            self._side = SideStream(self._device)
+
+    @property
+    def _has_moments(self) -> bool:
+        return self._run.of_model is not self._run
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the run merges moments, and `stepped` has not been called yet."""
+        return self._has_moments and self._moments is not None and not self._moments.has_stepped
 
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """See `ParameterStore.snapshot`."""

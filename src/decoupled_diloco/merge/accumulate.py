@@ -342,7 +342,7 @@ class Accumulator:
     @property
     def _trained(self) -> int:
         """The number of elements before the buffers: these must be finite."""
-        behind = (s.start for s in self.segments if s.merge in ("buffer", "one", "moment"))
+        behind = (s.start for s in self.segments if s.is_value)
         return next(behind, self.numel)
 
     def _has_a_mean(self, index: int) -> bool:
@@ -481,8 +481,8 @@ class Contribution:
         for index, low, high in _overlaps(self.segments, start, part.numel()):
             values = part[low - start : high - start]
             merge = self.segments[index].merge
-            if merge in ("buffer", "one", "moment"):
-                continue  # a value and not a change: no norm, may be infinite
+            if self.segments[index].is_value:  # it has no norm, and may be infinite
+                continue
             square = squares_of(values)
             finite = math.isfinite(square)
             if merge == "rda":
@@ -530,8 +530,7 @@ class Contribution:
 
     def scale(self, factor: float) -> None:
         """Multiply the elements of parameters, without changing the caller's slices."""
-        merges = ("buffer", "one", "moment")
-        buffers = [segment for segment in self.segments if segment.merge in merges]
+        buffers = [segment for segment in self.segments if segment.is_value]
         parts = []
         for start, part in self.parts:
             scaled = part * factor

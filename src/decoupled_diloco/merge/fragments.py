@@ -92,6 +92,11 @@ class Segment:
     stop: int
     merge: SegmentMerge
 
+    @property
+    def is_value(self) -> bool:
+        """Whether its values are merged, and not its changes: buffers or a moment."""
+        return self.merge in ("buffer", "one", "moment")
+
 
 def merges_elementwise(spec: TensorSpec) -> bool:
     """Return whether splitting the tensor leaves its merge unchanged, as with a plain mean."""

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from decoupled_diloco.config.plugins import load_plugins, register_method
+from decoupled_diloco.config.plugins import register_method
 from decoupled_diloco.config.settings import is_own
 from decoupled_diloco.config.sync import ROBUST_RULES, SUMMED_RULES
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -30,7 +29,7 @@ from decoupled_diloco.merge.fragments import Segment, SegmentMerge
 from decoupled_diloco.merge.outer import OuterFactory, make_outer
 from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
 from decoupled_diloco_lab.study.functions import source_digest
-from decoupled_diloco_lab.study.methods import KINDS, name_of
+from decoupled_diloco_lab.study.methods import KINDS, Method, name_of
 
 Kind = Literal["merge", "outer", "codec"]
 
@@ -76,7 +75,7 @@ def check(method: Any, kind: Kind | None = None, **options: Any) -> tuple[str, .
         shown = name.rpartition("_")[0]
         register_method(KINDS[chosen][0], name, made)
     elif is_own(method):
-        _load(chosen, method)
+        Method.make({chosen: method}, {})  # imports its module
     table: Mapping[str, Callable[[Any], None]]
     subject: Any
     if chosen == "merge":
@@ -125,16 +124,6 @@ def _kind_of(method: Any) -> Kind:
 
 def _is_codec(method: Any) -> bool:
     return all(callable(getattr(method, name, None)) for name in ("encode", "decode", "nbytes"))
-
-
-def _load(kind: Kind, name: str) -> None:
-    table, _, key = KINDS[kind][1].rpartition(".")
-    tables: dict[str, Any] = {"run": {}}
-    inner = tables
-    for each in table.split("."):
-        inner = inner.setdefault(each, {})
-    inner[key] = name
-    load_plugins(tables, Path.cwd())
 
 
 def _outer_of(name: str, options: dict[str, Any]) -> OuterFactory:
