@@ -7,8 +7,8 @@ The parts run in separate processes, in this order:
 - *tests*: the unit tests with a case for CUDA.
 - *paths*, *product*: the tests in ``tests/on_gpu``. They check that codecs and parameter writes
   give the same bits as on the host, and that neither waits for the device. They also check that
-  commands select and report the GPU, and cover bf16 autocast, process groups, virtual training, and
-  other default devices and dtypes.
+  commands select and report the GPU, and cover bf16 autocast, process groups, virtual training,
+  studies with merged moments, and other default devices and dtypes.
 - *learners* with 0.1, 0.5 and 1.5 B parameters in bf16 and fp32, and one with FSDP2 over NCCL on
   all GPUs. A GPT trains against a shard in another process, in turns with and without
   ``learner.step()``. PyTorch's sync debug mode turns device waits inside ``step()`` into errors. A

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.launch.devices import environment_of
@@ -26,6 +26,7 @@ from decoupled_diloco.run_model import read_run
 from decoupled_diloco.workloads import Workload, load_workload
 from decoupled_diloco.workloads.rank_split import divided
 from decoupled_diloco_lab.simulate.training import train_virtually
+from decoupled_diloco_lab.study import Study
 from on_gpu.waits import DEVICE
 
 TINY: dict[str, Any] = {
@@ -249,11 +250,50 @@ def test_simulate_trains_on_the_device_as_on_the_cpu(tmp_path: Path) -> None:
     assert code == 0, said[-600:]
 
 
+def linear_batches(learner: int, learners: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 * seed + learner)
+    while True:
+        inputs = torch.randn(16, 8, generator=generator)
+        yield inputs, inputs.sum(1, keepdim=True)
+
+
+def test_a_study_merges_weights_and_moments_on_the_device_as_on_the_cpu() -> None:
+    places: set[str] = set()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        places.add(batch[0].device.type)
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    losses = {}
+    for each in dict.fromkeys(("cpu", DEVICE.type)):
+        places.clear()
+        study = Study(
+            model=lambda: nn.Linear(8, 1),
+            batches=linear_batches,
+            loss=loss,
+            evaluation=lambda: [next(linear_batches(9, 10, 0))],
+            inner=lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
+            learners=LEARNERS,
+            steps=STEPS,
+            seeds=1,
+            device=each,
+        )
+        schedule = {"sync.fragments": 2, "sync.sync_every": 4}
+        losses[each] = [
+            *study.run("data-parallel"),
+            *study.run("local moments", settings=schedule),
+            *study.run("merged moments", settings={**schedule, "sync.moments": {}}),
+        ]
+        assert places == {each}
+    assert len(set(losses["cpu"])) == 3
+    assert losses[DEVICE.type] == pytest.approx(losses["cpu"], rel=0.01)
+
+
 LEARNS = """
 import json, sys
 from pathlib import Path
 import torch
-from torch import nn
+from torch import Tensor, nn
 from decoupled_diloco import Learner, Timeouts
 
 device, syncer, token, kept, least, most = sys.argv[1:]
