@@ -337,8 +337,14 @@ def comparison(device: torch.device, *, tiny: bool) -> dict[str, dict[str, float
         print(name, found[name], flush=True)
 
     measured(
-        "data-parallel", lambda: trained(workload, steps, learners, learners, at_once=True)["loss"]
+        "data-parallel",
+        lambda: workload.evaluate(trained(workload, steps, learners, learners, at_once=True))[
+            "loss"
+        ],
     )
-    measured("alone", lambda: trained(workload, steps, 1, learners, at_once=True)["loss"])
+    measured(
+        "alone",
+        lambda: workload.evaluate(trained(workload, steps, 1, learners, at_once=True))["loss"],
+    )
     measured("decoupled", lambda: train_virtually(config, workload=workload).evaluate()["loss"])
     return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from virtual import RATES, SEQUENCES, SIZE, Cell, Row, gap_percent, mean_of, mea
 
 def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
     return {"codec": {"uplink": up, "downlink": down or up}, "sync_every": period}
+
+
+CODEC4 = {"codec": {"uplink": "int4", "downlink": "int4"}}
+CODEC2 = {"codec": {"uplink": "int2", "downlink": "int2"}}
 
 
 def _longer() -> dict[str, Cell]:
@@ -214,7 +219,129 @@ def _variants() -> dict[str, Cell]:
     return cells
 
 
+def _apply(alignment: str, **sync: Any) -> dict[str, Any]:
+    return {"apply": {"alignment": alignment}, **sync}
+
+
+ALONE = {"lr": 1.0, "momentum": 0.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "carry": {"sync": _apply("carry")},
+    "blend": {"sync": _apply("blend")},
+    "τ = 0": {"sync": {"overlap_steps": 0}},
+    "1 / 0": {"outer": ALONE},
+    "carry, 1 / 0": {"sync": _apply("carry"), "outer": ALONE},
+    "blend, 1 / 0": {"sync": _apply("blend"), "outer": ALONE},
+    "carry, 0.8 / 0.3": {"sync": _apply("carry"), "outer": {"lr": 0.8, "momentum": 0.3}},
+    "H = 12": {"sync": {"sync_every": 12}},
+    "H = 12, carry, 1 / 0": {"sync": _apply("carry", sync_every=12), "outer": ALONE},
+    "H = 8": {"sync": {"sync_every": 8}},
+    "H = 8, carry": {"sync": _apply("carry", sync_every=8)},
+    "H = 8, carry, 0.7 / 0": {
+        "sync": _apply("carry", sync_every=8),
+        "outer": {"lr": 0.7, "momentum": 0.0},
+    },
+    "H = 8, carry, 1 / 0": {"sync": _apply("carry", sync_every=8), "outer": ALONE},
+    "H = 8, carry, 1.2 / 0": {
+        "sync": _apply("carry", sync_every=8),
+        "outer": {"lr": 1.2, "momentum": 0.0},
+    },
+    "H = 8, carry, 1 / 0, int4": {
+        "sync": _apply("carry", sync_every=8, **CODEC4),
+        "outer": ALONE,
+    },
+    "H = 8, carry, 1 / 0, int2": {
+        "sync": _apply("carry", sync_every=8, **CODEC2),
+        "outer": ALONE,
+    },
+    "H = 4, carry, 1 / 0": {"sync": _apply("carry", sync_every=4), "outer": ALONE},
+    "int4": {"sync": CODEC4},
+    "int2": {"sync": CODEC2},
+    "int2, H = 48": {"sync": {"sync_every": 48, **CODEC2}},
+    "weight decay / M": {"options": {"weight_decay": 0.025}},
+    "rate 0.7": {"rate": 0.7},
+    "rate 1.4": {"rate": 1.4},
+    "rate 1.4, H = 8, carry, 1 / 0": {
+        "rate": 1.4,
+        "sync": _apply("carry", sync_every=8),
+        "outer": ALONE,
+    },
+    "rate 0.7, H = 8, carry, 1 / 0": {
+        "rate": 0.7,
+        "sync": _apply("carry", sync_every=8),
+        "outer": ALONE,
+    },
+    "moments": {"sync": {"moments": {}}},
+    "momentum only": {"sync": {"moments": {"names": ["momentum_buffer"]}}},
+    "moments, carry, 1 / 0": {"sync": _apply("carry", moments={}), "outer": ALONE},
+}
+
+
+def _gap() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for inner, learners, steps in product(RATES, (1, 4, 8, 16), (600, 1800)):
+        start = f"{inner}, M = {learners}, {steps} steps: "
+        dp = f"{start}data-parallel"
+        cell = Cell(dp, learners=learners, steps=steps, inner=inner)
+        cells[dp] = replace(cell, against="", plain=True)
+        for name, more in VARIANTS.items():
+            more = dict(more)
+            rate = more.pop("rate", 1.0) * RATES[inner]
+            sync = {**more.pop("sync", {})}
+            if inner == "muon":
+                sync["merge"] = {"rule": "mean"}
+            cells[start + name] = replace(cell, rate=rate, sync=sync, **more)
+    return cells
+
+
+CHAOS = 26.0, 25.0
+"""Seconds between failures of 1.2 million chips that each fail once a year, and until a learner is
+back (Decoupled DiLoCo, arXiv 2604.21428)."""
+
+
+def _paper() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    frequent = _apply("carry", sync_every=8, merge={"rule": "mean"}, **CODEC4)
+    text = Cell(inner="muon", sync=frequent, outer=ALONE)
+    kinds = {
+        "text, dense": text,
+        "text, mixture of experts": replace(text, workload="moe", options={"expert_hidden": 128}),
+        "vision": Cell(
+            workload="vit", steps=360, rate=4e-3, sync={**frequent, "fragments": 8}, outer=ALONE
+        ),
+        "speech": Cell(
+            workload="speech",
+            steps=480,
+            rate=8e-3,
+            sync={**frequent, "fragments": 8},
+            outer=ALONE,
+            options={"eval_utterances": 1000},
+        ),
+    }
+    between, repair = CHAOS
+    for kind, cell in kinds.items():
+        dp = f"{kind}: data-parallel"
+        cell = replace(cell, against=dp, learners=8)
+        cells[dp] = replace(cell, against="", plain=True)
+        streaming = {"fragments": cell.sync.get("fragments", 24), **SYNCHRONOUS, "quorum": 8}
+        cells[f"{kind}: Streaming DiLoCo, M = 8"] = replace(
+            cell, sync=streaming, outer=STREAMING_OUTER
+        )
+        for learners in (2, 4, 8, 16):
+            own = replace(cell, learners=learners)
+            cells[f"{kind}: decoupled, M = {learners}"] = own
+            cells[f"{kind}: decoupled, M = {learners}, failures"] = replace(
+                own, chaos=(learners * between, repair)
+            )
+    return cells
+
+
+MEASURES = {"accuracy", "brackets", "copying", "character_error_rate", "goodput"}
+"""What a table shows in addition to the loss, where a workload or a run has it."""
+
 GROUPS = {
+    "gap": _gap,
+    "paper": _paper,
     "variants": _variants,
     "longer": _longer,
     "learners": _learners,
@@ -253,8 +380,8 @@ def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
     """Return the mean loss, and the gap to the cell in `against`, paired by seeds."""
     own = rows[name]
     found: Row = {"less": cell.less, "loss": mean_of(own, "loss"), "seeds": len(own)}
-    if "accuracy" in own[0]:
-        found["accuracy"] = mean_of(own, "accuracy")
+    for measure in MEASURES & own[0].keys():
+        found[measure] = mean_of([row for row in own if measure in row], measure)
     others = {row["seed"]: row for row in rows.get(cell.against, [])}
     pairs = [(row, others[row["seed"]]) for row in own if row["seed"] in others]
     if pairs and cell.against != name:

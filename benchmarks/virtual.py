@@ -15,16 +15,19 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from downstream import abilities
 from evidence import ABOUT, keep, options
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.merge.outer import NesterovSGD
 from decoupled_diloco.protocol.messages import Apply, RoundFinished, StepFinished
 from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco.workloads.gpt import GptWorkload
 from decoupled_diloco_lab.simulate import LearnerSpec
-from decoupled_diloco_lab.simulate.training import train_virtually
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.training import FOREVER_SECONDS, train_virtually, virtual_run
 from decoupled_diloco_lab.study.statistics import interval as student
 
 Row = dict[str, Any]
@@ -35,6 +38,9 @@ SEQUENCES = 32
 """Sequences in the global batch."""
 
 LEARNERS = 4
+CHECKPOINT_SECONDS = 60.0
+"""Interval of the learners' checkpoints in runs with failures."""
+
 RATES = {"adamw": 8e-3, "muon": 1.6e-2}
 """Tuned inner learning rates."""
 
@@ -75,8 +81,8 @@ class Watch:
 
 def trained(
     workload: Workload, steps: int, parts: int, of: int, *, at_once: bool = False
-) -> dict[str, float]:
-    """Return the evaluation after a plain training loop over some parts of the data.
+) -> nn.Module:
+    """Return the model after a plain training loop over some parts of the data.
 
     With ``at_once``, a step takes the batches of all parts as one batch.
     """
@@ -94,7 +100,7 @@ def trained(
             (workload.loss(model, batch) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return workload.evaluate(model)
+    return model
 
 
 class Scheduled(NesterovSGD):
@@ -142,6 +148,8 @@ class Cell:
         rate: Inner learning rate; 0: the tuned one.
         speeds: Seconds per step of each learner; `steps` then counts those of all learners.
         until: Final values of entries in `outer` that change over the run.
+        chaos: Mean seconds between two failures of the same learner, and until it is back. A step
+            takes a second, and the run ends after as many tokens as without failures.
         sites: Sites with relays.
         privacy: The table of this name.
     """
@@ -157,6 +165,7 @@ class Cell:
     workload: str = "gpt"
     options: dict[str, Any] = field(default_factory=dict)
     speeds: tuple[float, ...] = ()
+    chaos: tuple[float, float] = ()
     sync: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
     until: dict[str, float] = field(default_factory=dict)
@@ -169,13 +178,21 @@ class Cell:
         inner = {"optimizer": self.inner, "learning_rate": self.rate or RATES[self.inner]}
         batch = self.batch or SEQUENCES // self.learners
         budget = {"max_steps": self.steps}
+        learner: dict[str, Any] = {}
         if self.speeds:
             budget = {"max_tokens": self.steps * batch * size["context"]}
             size = {**size, "total_steps": global_steps(self.speeds, self.steps)}
+        if self.chaos:
+            size = {**size, "total_steps": self.steps}
+            workload = load_workload(self.workload, {**size, "batch_size": batch, **self.options})
+            tokens = workload.tokens(next(workload.batches(0, self.learners)))
+            budget = {"max_tokens": self.steps * self.learners * tokens}
+            learner = {"checkpoint_interval_seconds": CHECKPOINT_SECONDS}
         return RunConfig(
             run={"learners": self.learners, "seed": seed, **budget},
             sync={"fragments": 24, "sync_every": 24, "overlap_steps": 2, **self.sync},
             outer=self.outer,
+            learner=learner,
             sites=self.sites,
             privacy=self.privacy,
             data={"elastic": False},  # fixed parts, so that plain training gets the same batches
@@ -188,27 +205,50 @@ class Cell:
     def measure(self, seed: int) -> Row:
         """Return its final evaluation."""
         begun = time.monotonic()
-        found = self._plain(seed) if self.plain else self._decoupled(seed)
+        workload, model, found = self._plain(seed) if self.plain else self._decoupled(seed)
+        found |= workload.evaluate(model)
+        if isinstance(workload, GptWorkload):
+            found |= abilities(workload, model)
         return {**found, "seconds": round(time.monotonic() - begun, 1)}
 
-    def _decoupled(self, seed: int) -> Row:
+    def _decoupled(self, seed: int) -> tuple[Workload, nn.Module, Row]:
         config = self.config(seed)
         specs = [
             LearnerSpec(name, step_seconds=speed, variance=0.05, latency=0.05)
             for name, speed in zip(config.learner_ids, self.speeds, strict=bool(self.speeds))
         ]
+        if self.chaos:
+            return self._under_chaos(config, seed)
         if not self.until:
-            return train_virtually(config, specs).evaluate()
+            run = train_virtually(config, specs)
+            return run.workload, run.model(), {}
         rounds = self.steps // config.sync.sync_every
         scheduled = partial(Scheduled, until=self.until, rounds=rounds)
         with patch(f"{NesterovSGD.__module__}.NesterovSGD", scheduled):  # there is no such setting
-            return train_virtually(config, specs).evaluate()
+            run = train_virtually(config, specs)
+            return run.workload, run.model(), {}
 
-    def _plain(self, seed: int) -> Row:
+    def _under_chaos(self, config: RunConfig, seed: int) -> tuple[Workload, nn.Module, Row]:
+        between, repair = self.chaos
+        with virtual_run(config) as run:
+            system, choices = run.system, Choices(seed)
+            system.checks = False
+            for host in system.learners.values():
+                at, end = 0.0, 3.0 * self.steps
+                while (at := at + choices.exponential(between)) < end:
+                    system.clockwork.at(at, system.crash, host)
+                    system.clockwork.at(at + repair, system.restart, host)
+                    at += repair
+            assert system.run(stop=lambda: system.finished, until=FOREVER_SECONDS) == "stop"
+            goodput = 100 * self.steps / system.now  # a step takes a second
+            return run.workload, run.model(), {"goodput": goodput}
+
+    def _plain(self, seed: int) -> tuple[Workload, nn.Module, Row]:
         settings = self.config(seed).workload
         seeded = {**settings.options, "seed": seed, "total_steps": self.steps}
         workload = load_workload(settings.name, seeded)
-        return trained(workload, self.steps, self.parts or self.learners, self.learners)
+        model = trained(workload, self.steps, self.parts or self.learners, self.learners)
+        return workload, model, {}
 
     @property
     def less(self) -> float:

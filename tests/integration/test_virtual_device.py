@@ -14,6 +14,7 @@ from decoupled_diloco.cli.main import app
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch import devices
+from decoupled_diloco.launch.resume_run import LEARNERS
 from decoupled_diloco_lab.simulate import hosts, training
 from decoupled_diloco_lab.simulate.training import train_virtually
 
@@ -40,6 +41,16 @@ def test_every_model_is_placed_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "placed", placed)
     train_virtually(config_of(), device="xpu").model()
     assert asked == [torch.device("xpu")] * 3, "two learners, and the model at the end"
+
+
+@pytest.mark.parametrize(("settings", "written"), [({}, False), ({"seconds": 1.0}, True)])
+def test_learners_write_checkpoints_only_if_their_interval_is_set(
+    settings: dict[str, float], written: bool
+) -> None:
+    learner = {f"checkpoint_interval_{key}": value for key, value in settings.items()}
+    with training.virtual_run(config_of(**learner)) as run:
+        run.system.run(stop=lambda: run.system.finished, until=training.FOREVER_SECONDS)
+        assert any((run.system.folder / LEARNERS).rglob("*.safetensors")) == written
 
 
 def test_bf16_trains_in_autocast_and_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload, TextBatch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -67,3 +70,42 @@ def test_learners_train_the_batches_of_data_parallel(monkeypatch: pytest.MonkeyP
     virtual.Cell(steps=3).measure(1)
     assert of_data_parallel == set(trained[: len(of_data_parallel)])
     assert len(of_data_parallel) == 3 * virtual.LEARNERS
+
+
+class Answers(nn.Module):
+    """Predicts the next byte of a text that it knows, or always the same byte."""
+
+    def __init__(self, text: bytes, always: bytes = b"") -> None:
+        super().__init__()
+        self.text, self.always = text, always
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, 256)
+        for row, known in enumerate(map(bytes, ids.tolist())):
+            start = self.text.index(known)
+            right = self.always * len(known) or self.text[start + 1 : start + 1 + len(known)]
+            logits[row, range(len(known)), list(right)] = 1.0
+        return logits
+
+
+def test_abilities_are_those_of_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    downstream = load("downstream")
+    assert not doctest.testmod(downstream).failed
+    workload = load_workload("gpt", {**TINY, "context": 64, "eval_batches": 8})
+    assert isinstance(workload, GptWorkload)
+    text = bytes(workload.corpus.held_out.tolist())
+    knows = downstream.abilities(workload, Answers(text))
+    assert knows == {"brackets": 1.0, "copying": 1.0}
+    guesses = downstream.abilities(workload, Answers(text, b")"))
+    assert 0 < guesses["brackets"] < 1
+    assert guesses["copying"] == 0
+
+
+def test_failures_cost_time_and_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    virtual = load("virtual")
+    monkeypatch.setattr(virtual, "SIZE", TINY)
+    row = virtual.Cell(steps=24, chaos=(30.0, 10.0), sync={"sync_every": 12}).measure(1)
+    assert 30 < row["goodput"] < 95
+    assert row["loss"] > 0

@@ -118,8 +118,8 @@ def virtual_run(
 ) -> VirtualRun:
     """Build a run in virtual time; `VirtualRun.system` lets time pass.
 
-    Close it at the end, which deletes its files. No process fails in it, so learners write no
-    checkpoints.
+    Close it at the end, which deletes its files. Learners write no checkpoints, unless the settings
+    name their interval: most such runs plan no failures.
 
     Args:
         config: The run's settings. ``run.learners`` determines the data partitions.
@@ -135,9 +135,9 @@ def virtual_run(
         DilocoError: A learner's name is not one of the run's.
     """
     torch.set_num_threads(1)
-    config = config.model_copy(
-        update={"learner": config.learner.model_copy(update={"checkpoint_interval_seconds": 0.0})}
-    )
+    if "checkpoint_interval_seconds" not in config.learner.model_fields_set:
+        without = config.learner.model_copy(update={"checkpoint_interval_seconds": 0.0})
+        config = config.model_copy(update={"learner": without})
     workload = workload or workload_of(config)
     folder = tempfile.TemporaryDirectory(dir=RAM if Path(RAM).is_dir() else None)
     specs = learners or [LearnerSpec(name) for name in config.learner_ids]
