@@ -139,6 +139,8 @@ class Failed:
     def pytest_runtest_logreport(self, report):
         self.calls += report.failed and report.when == "call"
 
+COLLECT = ["-q", "-p", "no:cacheprovider", "--collect-only", "tests/unit/test_base.py"]
+assert pytest.main(COLLECT) == 0  # before the forks, for the same reason: it imports all plugins
 for each in (*TRIAL, *RELAY_TRIAL, *SECURE_TRIAL)[int(sys.argv[1]) :: int(sys.argv[2])]:
     sys.stdout.flush()
     if os.fork() == 0:
