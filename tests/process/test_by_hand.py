@@ -286,7 +286,6 @@ def test_invalid_combinations_of_options_are_rejected(
     assert sentence in output
 
 
-@pytest.mark.smoke
 def test_every_process_can_be_started_by_hand(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ports = free_ports(2)

@@ -83,7 +83,6 @@ def steps_in(run: LocalRun, learner: str, epoch: int) -> int:
     return 0 if log is None else log.steps_of.get(epoch, 0)
 
 
-@pytest.mark.smoke
 def test_a_preempted_learner_has_not_failed(tmp_path: Path) -> None:
     """Each has its own count and limit. The launcher did not send the SIGTERM."""
     folder = tmp_path / "run"

@@ -179,7 +179,6 @@ def test_the_ranks_of_a_learner_send_their_parts_to_the_relay(tmp_path: Path) ->
     must_replay(folder)
 
 
-@pytest.mark.smoke
 def test_a_relay_represents_only_the_learners_that_its_certificate_names(tmp_path: Path) -> None:
     """It is at another address than the shards, which advertise none; then it is lost."""
     folder, tls, there = tmp_path / "run", tmp_path / "tls", "127.0.0.2"

@@ -171,10 +171,7 @@ def test_a_run_continues_on_an_empty_folder_from_the_store_alone(
     assert (export / "model.safetensors").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [pytest.param("s3", marks=pytest.mark.smoke), pytest.param("file", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_shards_on_two_machines_continue_on_one_from_the_store_alone(
     tmp_path: Path, server: ObjectServer, scheme: str
 ) -> None:

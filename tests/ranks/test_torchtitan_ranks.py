@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import long_after
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.syncer.result import RESULT, assemble, read_layout
@@ -56,7 +55,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
         return trained(tmp_path_factory.mktemp("plain"), "plain", 1, patch)
 
 
-@pytest.mark.parametrize("kind", long_after(1, ["pipeline", "fsdp", "tp", "interleaved"]))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["pipeline", "fsdp", "tp", "interleaved"])
 def test_versions_equal_those_of_a_plain_loop(
     kind: str, plain: dict[int, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,8 @@ WORLDS = (*CORE, *RESIDUALS, *REVISIONS, *OWN_STEPS, *APART, *SHELLS, *RELAYS)
 SLOW = {
     *("arrival-during-merge-waits", "backlog-first-fragment", "backlog-never-requested"),
     *("coordinator-not-rejoined", "earlier-epoch-stays", "failed-fetch-unreported"),
-    *("heard-unreported", "lost-request-in-flight", "newer-version-loses-turn"),
+    *("final-round-not-retried", "heard-unreported", "lost-relay-keeps-requests"),
+    *("lost-request-in-flight", "newer-version-loses-turn", "relay-keeps-corrupt-copy"),
     *("older-connection-accepted", "ranks-keep-no-copies", "residual-overwrites-later"),
     *("restarted-shard-lacks-revision", "whole-copy-zeroed", "wrong-part-accepted"),
 }
