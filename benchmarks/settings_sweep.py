@@ -258,6 +258,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int4": {"sync": CODEC4},
     "int2": {"sync": CODEC2},
     "int2, H = 48": {"sync": {"sync_every": 48, **CODEC2}},
+    "int2, H = 36": {"sync": {"sync_every": 36, **CODEC2}},
+    "int2, H = 36, carry, 1 / 0": {
+        "sync": _apply("carry", sync_every=36, **CODEC2),
+        "outer": ALONE,
+    },
+    "mean, H = 8, carry, 1 / 0, int4": {
+        "sync": _apply("carry", sync_every=8, merge={"rule": "mean"}, **CODEC4),
+        "outer": ALONE,
+    },
     "weight decay / M": {"options": {"weight_decay": 0.025}},
     "rate 0.7": {"rate": 0.7},
     "rate 1.4": {"rate": 1.4},
@@ -273,6 +282,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "moments": {"sync": {"moments": {}}},
     "momentum only": {"sync": {"moments": {"names": ["momentum_buffer"]}}},
+    "moments, H = 8, carry, 1 / 0, int4": {
+        "sync": _apply("carry", sync_every=8, moments={}, **CODEC4),
+        "outer": ALONE,
+    },
     "moments, carry, 1 / 0": {"sync": _apply("carry", moments={}), "outer": ALONE},
 }
 

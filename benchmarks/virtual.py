@@ -27,7 +27,8 @@ from decoupled_diloco.workloads import Workload, load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload
 from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.training import FOREVER_SECONDS, train_virtually, virtual_run
+from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.training import FOREVER_SECONDS, virtual_run
 from decoupled_diloco_lab.study.statistics import interval as student
 
 Row = dict[str, Any]
@@ -40,6 +41,9 @@ SEQUENCES = 32
 LEARNERS = 4
 CHECKPOINT_SECONDS = 60.0
 """Interval of the learners' checkpoints in runs with failures."""
+
+LONGEST = 10
+"""How many times as long as a run without failures one with failures may last."""
 
 RATES = {"adamw": 8e-3, "muon": 1.6e-2}
 """Tuned inner learning rates."""
@@ -217,31 +221,35 @@ class Cell:
             LearnerSpec(name, step_seconds=speed, variance=0.05, latency=0.05)
             for name, speed in zip(config.learner_ids, self.speeds, strict=bool(self.speeds))
         ]
-        if self.chaos:
-            return self._under_chaos(config, seed)
         if not self.until:
-            run = train_virtually(config, specs)
-            return run.workload, run.model(), {}
+            return self._trained(config, specs, seed)
         rounds = self.steps // config.sync.sync_every
         scheduled = partial(Scheduled, until=self.until, rounds=rounds)
         with patch(f"{NesterovSGD.__module__}.NesterovSGD", scheduled):  # there is no such setting
-            run = train_virtually(config, specs)
-            return run.workload, run.model(), {}
+            return self._trained(config, specs, seed)
 
-    def _under_chaos(self, config: RunConfig, seed: int) -> tuple[Workload, nn.Module, Row]:
+    def _trained(
+        self, config: RunConfig, specs: list[LearnerSpec], seed: int
+    ) -> tuple[Workload, nn.Module, Row]:
+        with virtual_run(config, specs) as run:
+            system = run.system
+            system.checks = False  # they take a fifth of the time
+            if self.chaos:
+                self._plan_failures(system, seed)
+            outcome = system.run(stop=lambda: system.finished, until=FOREVER_SECONDS)
+            assert outcome == "stop", outcome
+            goodput = {"goodput": 100 * self.steps / system.now} if self.chaos else {}
+            return run.workload, run.model(), goodput
+
+    def _plan_failures(self, system: System, seed: int) -> None:
         between, repair = self.chaos
-        with virtual_run(config) as run:
-            system, choices = run.system, Choices(seed)
-            system.checks = False
-            for host in system.learners.values():
-                at, end = 0.0, 3.0 * self.steps
-                while (at := at + choices.exponential(between)) < end:
-                    system.clockwork.at(at, system.crash, host)
-                    system.clockwork.at(at + repair, system.restart, host)
-                    at += repair
-            assert system.run(stop=lambda: system.finished, until=FOREVER_SECONDS) == "stop"
-            goodput = 100 * self.steps / system.now  # a step takes a second
-            return run.workload, run.model(), {"goodput": goodput}
+        choices = Choices(seed)
+        for host in system.learners.values():
+            at = choices.exponential(between)
+            while at < LONGEST * self.steps:
+                system.clockwork.at(at, system.crash, host)
+                system.clockwork.at(at + repair, system.restart, host)
+                at += repair + choices.exponential(between)
 
     def _plain(self, seed: int) -> tuple[Workload, nn.Module, Row]:
         settings = self.config(seed).workload
