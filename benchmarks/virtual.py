@@ -259,8 +259,13 @@ class Cell:
         return workload, model, {}
 
     @property
-    def less(self) -> float:
-        """Reduction of traffic relative to fp32 gradients in every step, uplink and downlink."""
+    def less(self) -> float | None:
+        """Reduction of traffic relative to fp32 gradients in every step, uplink and downlink.
+
+        None with merged moments, whose traffic depends on the optimizer.
+        """
+        if "moments" in self.sync:
+            return None
         if self.plain:
             return 1.0
         sync = self.config(0).sync
