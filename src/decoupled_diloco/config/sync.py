@@ -713,6 +713,13 @@ class OuterSettings(Settings):
     "delayed-nesterov": `every`, the number of merges of a fragment per update of its momentum, at
     least 1."""
 
+    average: float | None = Field(default=None, gt=0, lt=1)
+    """β: decay per version of a fragment, for an average of the global weights, greater than 0 to
+    less than 1. The average is the plain mean of a fragment's first 1 / (1 - β) versions, and then
+    an exponential moving average. The evaluator evaluates it, and `ddiloco export --average` writes
+    it; training does not use it. It costs 4 bytes per parameter at the shards, and learners receive
+    nothing more (docs/how-to/export.md). Default: no average."""
+
     by_fragment: tuple[FragmentOuterSettings, ...] = Field(default=(), strict=False)
     """Fragments with different settings, for example a smaller lr for the embedding."""
 

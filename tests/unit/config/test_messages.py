@@ -548,6 +548,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "take options out",
     ),
     ({"outer": {"lr": 0}}, "lr=0 in [outer] is out of range: it must be greater than 0.0"),
+    (
+        {"outer": {"average": 0}},
+        "average=0 in [outer] is out of range: it must be greater than 0.0",
+    ),
+    ({"outer": {"average": 1}}, "average=1 in [outer] is out of range: it must be less than 1.0"),
     ({"outer": {"momentum": 1}}, "momentum=1 in [outer] is out of range: it must be less than 1.0"),
     (
         {"outer": {"lr": float("nan")}},
