@@ -198,7 +198,11 @@ class Cell:
             for name, speed in zip(config.learner_ids, self.speeds, strict=bool(self.speeds))
         ]
         if not self.until:
-            return train_virtually(config, specs).evaluate()
+            run = train_virtually(config, specs)
+            found = run.evaluate()
+            if config.outer.average is not None:
+                found["average_loss"] = run.evaluate(average=True)["loss"]
+            return found
         rounds = self.steps // config.sync.sync_every
         scheduled = partial(Scheduled, until=self.until, rounds=rounds)
         with patch(f"{NesterovSGD.__module__}.NesterovSGD", scheduled):  # there is no such setting

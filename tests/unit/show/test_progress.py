@@ -1,6 +1,7 @@
 import io
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,14 @@ def test_display_in_the_middle_of_the_outage(run_folder):
     row = next(line for line in text.splitlines() if line.startswith("shard-1"))
     assert row.split() == ["shard-1", "running", "56", "54", "1", "0", "120", "ms"]
     assert "evaluation loss 2.9700 (step 40)" in text
+
+
+def test_the_loss_of_the_average_is_beside_that_of_the_weights(run_folder):
+    progress = until(run_folder, 32.0)
+    (last,) = progress.run.evaluations[-1:]
+    progress.run.evaluations.append(replace(last, metrics=(("average_loss", 2.95),)))
+    shown = text_of(progress.render())
+    assert "evaluation loss 2.9700, average 2.9500 (step 40)" in shown
 
 
 def test_display_fits_eighty_columns(run_folder):
