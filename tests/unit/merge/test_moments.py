@@ -163,14 +163,15 @@ def test_without_any_moments_the_result_has_none() -> None:
     assert merged[: plan.moments_start(0)].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_an_absent_moment_costs_one_bit(name: str) -> None:
     plan = plan_for(moments_for(name=name), fragments=1)
     wire, values = plan.uplink_of(0), contribution(plan, 0)
     base, first = plan.buffers_of(0, values), plan.moments_start(0)
     body = wire.encode(values)
     assert packed(body, base + 1, wire) is body
-    assert torch.allclose(wire.decode(body, values.numel())[first:], values[first:], atol=0.03)
+    error = 0.4 if name == "int4" else 0.03
+    assert torch.allclose(wire.decode(body, values.numel())[first:], values[first:], atol=error)
     values[first:] = math.nan
     body = wire.encode(values)
     short = packed(body, base, wire)
@@ -181,7 +182,7 @@ def test_an_absent_moment_costs_one_bit(name: str) -> None:
     assert wire.decode(body, values.numel())[first:].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_a_published_moment_has_the_same_bits_everywhere(name: str) -> None:
     plan = plan_for(moments_for(name=name))
     wire, first = plan.downlink_of(0), plan.moments_start(0)
