@@ -253,8 +253,9 @@ def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
     """Return the mean loss, and the gap to the cell in `against`, paired by seeds."""
     own = rows[name]
     found: Row = {"less": cell.less, "loss": mean_of(own, "loss"), "seeds": len(own)}
-    if "accuracy" in own[0]:
-        found["accuracy"] = mean_of(own, "accuracy")
+    for also in ("accuracy", "average_loss"):
+        if also in own[0]:
+            found[also] = mean_of(own, also)
     others = {row["seed"]: row for row in rows.get(cell.against, [])}
     pairs = [(row, others[row["seed"]]) for row in own if row["seed"] in others]
     if pairs and cell.against != name:

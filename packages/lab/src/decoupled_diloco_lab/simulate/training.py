@@ -101,7 +101,7 @@ class VirtualRun:
         return model
 
     def evaluate(self, *, average: bool = False) -> dict[str, float]:
-        """Return the workload's metrics for the global weights, or their average, held out."""
+        """Return the workload's metrics on held-out data, for the weights or their average."""
         return self.workload.evaluate(self.model(average=average))
 
     @property
