@@ -27,6 +27,8 @@ KINDS = {
     "secure sums": Changes(secure=True),
     "secure sums with relays": Changes(secure=True, relays=True),
     "parties with quotas": Changes(quotas=True),
+    "moments": Changes(moments=True),
+    "moments with relays": Changes(moments=True, relays=True),
 }
 """The kind of a block of worlds; blocks take turns."""
 

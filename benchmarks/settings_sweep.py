@@ -349,7 +349,7 @@ def _paper() -> dict[str, Cell]:
     return cells
 
 
-MEASURES = {"accuracy", "brackets", "copying", "character_error_rate", "goodput"}
+MEASURES = {"average_loss", "accuracy", "brackets", "copying", "character_error_rate", "goodput"}
 """What a table shows in addition to the loss, where a workload or a run has it."""
 
 GROUPS = {
@@ -393,8 +393,8 @@ def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
     """Return the mean loss, and the gap to the cell in `against`, paired by seeds."""
     own = rows[name]
     found: Row = {"less": cell.less, "loss": mean_of(own, "loss"), "seeds": len(own)}
-    for measure in MEASURES & own[0].keys():
-        found[measure] = mean_of([row for row in own if measure in row], measure)
+    for measure in sorted(MEASURES.intersection(*own)):
+        found[measure] = mean_of(own, measure)
     others = {row["seed"]: row for row in rows.get(cell.against, [])}
     pairs = [(row, others[row["seed"]]) for row in own if row["seed"] in others]
     if pairs and cell.against != name:

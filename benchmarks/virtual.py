@@ -238,8 +238,12 @@ class Cell:
                 self._plan_failures(system, seed)
             outcome = system.run(stop=lambda: system.finished, until=FOREVER_SECONDS)
             assert outcome == "stop", outcome
-            goodput = {"goodput": 100 * self.steps / system.now} if self.chaos else {}
-            return run.workload, run.model(), goodput
+            found: Row = {}
+            if self.chaos:
+                found["goodput"] = 100 * self.steps / system.now
+            if config.outer.average is not None:
+                found["average_loss"] = run.evaluate(average=True)["loss"]
+            return run.workload, run.model(), found
 
     def _plan_failures(self, system: System, seed: int) -> None:
         between, repair = self.chaos

@@ -42,15 +42,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
 import torch
+from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, DilocoError
 from decoupled_diloco.learner import process
 from decoupled_diloco.learner.arguments import checkpointer_of, require_model, transfers_of
 from decoupled_diloco.learner.boundary import Boundary
@@ -789,6 +790,48 @@ class Observer:
         """
         self._membership.raise_failure()
         return self._boundary()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model the average of the global weights (``outer.average``) in a block.
+
+            with observer.averaged():
+                average_loss = evaluate(model)
+
+        It is fetched from the shards. The buffers stay those of the global weights.
+
+        Raises:
+            ConfigError: The run keeps no average.
+            TransportError, ProtocolError: The average cannot be fetched now.
+        """
+        with self._averaged(blocking(self._averages())):
+            yield
+
+    async def _averages(self) -> list[Tensor]:
+        """Fetch the averages of the fragments' parameters; see `averaged`."""
+        membership, found = self._membership, list[list[Tensor] | DilocoError]()
+        if membership.shared.config.outer.average is None:
+            raise ConfigError(
+                "outer.average is not set, so the run keeps no average of its weights: start a run "
+                "with outer.average, such as 0.5"
+            )
+        membership.background.fetch_averages(found.append)
+        with membership.background.changed:
+            while not found:
+                membership.raise_failure()
+                await membership.background.changed.wait(1.0)
+        if isinstance(found[0], DilocoError):
+            raise found[0]
+        return found[0]
+
+    @contextmanager
+    def _averaged(self, averages: Sequence[Tensor]) -> Iterator[None]:
+        tensors = self._membership.shared.tensors
+        tensors.show(averages)
+        try:
+            yield
+        finally:
+            tensors.show(None)
 
     def _report(self, gains: GainsMeasured | None) -> None:
         """Send the shards what the evaluator has measured of the learners, if anything."""

@@ -47,6 +47,9 @@ sync_every = 8
 overlap_steps = 2
 quorum = 2
 
+[outer]
+average = 0.5
+
 [syncer]
 shards = 2
 record_payloads = true

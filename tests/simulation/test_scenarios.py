@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from cases import long_after
+from decoupled_diloco.export.run_weights import fill, find_weights
+from decoupled_diloco.monitor.values import run_values
 from decoupled_diloco.protocol.messages import CopyState, Done
 from decoupled_diloco.run_model import RunModel, read_run
 from decoupled_diloco.run_model.facts import GAP_MEDIANS, TOOK_PART
 from decoupled_diloco.show.console import SteadyConsole
+from decoupled_diloco.show.status import status_of
 from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.records import Record
-from decoupled_diloco.workloads import load_workload
+from decoupled_diloco.workloads import load_workload, workload_of
 from decoupled_diloco_lab.commands import simulate
 from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
 from decoupled_diloco_lab.simulate.scenario import load_scenario
@@ -281,6 +284,22 @@ def test_a_scripted_kill_is_recorded_and_costs_the_others_nothing(
 
 
 @pytest.mark.long
+def test_the_evaluator_evaluates_the_average_of_the_weights(tmp_path: Path) -> None:
+    """Also while a shard is down; the last evaluation is that of the exported average."""
+    story = STORY.replace("pause", "kill")
+    run = simulated(tmp_path, story, 40, overrides=["outer.average=0.5"])
+    losses = [each.average_loss for each in run.evaluations]
+    assert losses[-1] is not None
+    assert losses[-1] != run.evaluations[-1].loss
+    assert "evaluation/average_loss" in run_values(status_of(run, run.latest))
+    config = load_scenario(tmp_path / "story.toml", overrides=["outer.average=0.5"]).config
+    found = find_weights(tmp_path, config, average=True)
+    workload = workload_of(config)
+    model = workload.model()
+    fill(model, found.tensors, found.source)
+    assert workload.evaluate(model)["loss"] == losses[-1]
+
+
 def test_another_seed_draws_other_failures(tmp_path: Path) -> None:
     def cuts(seed: int) -> list[float]:
         folder = tmp_path / str(seed)

@@ -53,6 +53,12 @@ def test_a_world_with_limited_parties_keeps_all_rules(seed: int) -> None:
     assert worlds.run(seed, changes=Changes(quotas=True)).events > 0
 
 
+@pytest.mark.parametrize("relays", [False, True])
+@pytest.mark.parametrize("seed", long_after(2, range(30)))
+def test_a_world_with_merged_moments_keeps_all_rules(seed: int, relays: bool) -> None:
+    assert worlds.run(seed, changes=Changes(moments=True, relays=relays)).events > 0
+
+
 def test_a_world_repeats_exactly() -> None:
     def digest(seed: int) -> str:
         seen = sha256()

@@ -61,7 +61,7 @@ LEARNER = (
 )
 DEVICE = ("close", "name", "save", "step", "steps", "tokens", "train", "visit")
 OBSERVER = (
-    *("budget_reached", "close", "done", "ended", "global_step", "log", "name", "pull"),
+    *("averaged", "budget_reached", "close", "done", "ended", "global_step", "log", "name", "pull"),
     *("rejection_reason", "run_config", "updates", "versions", "wait"),
 )
 ELASTIC_LOADER = (

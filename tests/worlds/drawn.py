@@ -123,6 +123,15 @@ def random_parties(choices: Choices, learners: int) -> list[dict[str, Any]]:
     ]
 
 
+def random_moments(choices: Choices) -> dict[str, Any]:
+    """Draw how often the momentum of the learners' optimizers is merged, and in which codec."""
+    return {
+        "every": choices.integer(1, 4),
+        "codec": choices.pick(["fp32", "bf16", "int8", "int4"]),
+        "names": ["momentum_buffer"],
+    }
+
+
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
     """Draw when fragments are due, if they are not evenly spread: all at once, or at random."""
     if not choices.chance(0.15):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from decoupled_diloco.learner.ending import FAREWELL_SECONDS
-from decoupled_diloco.learner.parameter_store import ModuleStore
+from decoupled_diloco.learner.parameter_store import ModuleStore, MomentStore
 from decoupled_diloco.merge import values_digest
 from decoupled_diloco.protocol.messages import (
     Apply,
@@ -263,7 +263,8 @@ class Lineage:
     def _check_bits(self, process: str, fragment: int, version: Version) -> None:
         """Check that a copy has the bits that its shard has published before it is applied."""
         tensors = self.system.learners[process].tensors
-        values = tensors.staged[fragment] if isinstance(tensors.store, ModuleStore) else None
+        alone = isinstance(tensors.store, ModuleStore | MomentStore)
+        values = tensors.staged[fragment] if alone else None
         if isinstance(values, Tensor):  # otherwise it is held already, or other ranks have it
             text = f"{process} applies a copy that differs from {version} of fragment {fragment}"
             assert values_digest(values) == self.digests[fragment, version], text

@@ -11,6 +11,7 @@ For multi-rank learners only the orders are checked, because no process has a wh
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,8 @@ class Residuals:
             sent = self._fragments(host)[order.fragment].sent.get(order.ask)
             if sent is not None:
                 sent.changes = contribution(part, layout, capture.copy.values(), capture.published)
+                if not capture.plan.sends_moments(order.base.counter):
+                    sent.changes[capture.plan.moments_start(order.fragment) :] = math.nan
 
     def _encoded(self, host: LearnerHost, local: Local, event: BodyEncoded) -> None:
         sent = local.sent.get(event.ask)
@@ -171,6 +174,7 @@ class Residuals:
         text = f"{host.name}: {event.ask} of fragment {event.fragment} has a wrong residual"
         assert body_digest(body, uplink) == event.digest, text
         sent.leaves = u - uplink.decode(body, len(u))
+        sent.leaves[plan.moments_start(event.fragment) :] = 0.0  # moments are values, not changes
 
     def _ordered(
         self, fragments: list[Local], event: Any, effect: Any, before: Sequence[Any]

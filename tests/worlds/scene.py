@@ -35,6 +35,7 @@ from worlds.drawn import (
     random_data,
     random_learners,
     random_limits,
+    random_moments,
     random_options,
     random_parties,
     random_phases,
@@ -198,7 +199,8 @@ def draw(
         data = None  # each device has its own data, and one process
     elif changes.relays and not parties:  # a relay's sum has contributions of one party only
         drawn, relays = random_relays(choices.fork("relays"), drawn)
-    if data is None and not options.devices:
+    moments = random_moments(choices.fork("moments")) if changes.moments else None
+    if data is None and not options.devices and moments is None:  # moments need one rank
         drawn = with_ranks(choices.fork("ranks"), drawn)
     if options.secure:
         drawn = [replace(spec, sync_ranks=1) for spec in drawn]
@@ -230,6 +232,7 @@ def draw(
         data=data,
         initial=initial,
         parties=parties,
+        moments=moments,
     )
     system = System(
         config,
@@ -262,6 +265,7 @@ def config_of(
     data: Data | None = None,
     initial: Path | None = None,
     parties: Sequence[dict[str, Any]] = (),
+    moments: dict[str, Any] | None = None,
 ) -> RunConfig:
     """Return a run's settings, without those that would be ignored."""
     sync: dict[str, Any] = {
@@ -285,6 +289,8 @@ def config_of(
         },
         "partition": {"scheme": "tensor", "phases": options.phases},
     }
+    if moments is not None:
+        sync["moments"] = moments
     if options.adapt is not None:
         limits = options.adapt
         sync["adapt"] = {

@@ -67,6 +67,7 @@ class Changes:
         relays: Whether learners are behind relays, at random.
         secure: Whether the run has secure sums.
         quotas: Whether learners belong to parties with limited shares.
+        moments: Whether the momentum of the learners' optimizers is merged.
     """
 
     without_faults: tuple[int, ...] = ()
@@ -80,6 +81,7 @@ class Changes:
     relays: bool = False
     secure: bool = False
     quotas: bool = False
+    moments: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Changes:

@@ -47,6 +47,13 @@ class ExportOptions(CommandOptions):
             "own.",
         ),
     ] = None
+    average: Annotated[
+        bool,
+        typer.Option(
+            "--average",
+            help="Export the average of the weights over the last versions (outer.average).",
+        ),
+    ] = False
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False
 
 
@@ -64,6 +71,7 @@ def export(options: ExportOptions) -> None:
         options.out or (Path("export") if is_store(run) else None),
         format=options.format.value,
         weights=options.weights,
+        average=options.average,
         force=options.force,
     )
     _print(exported)

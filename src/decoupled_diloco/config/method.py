@@ -197,7 +197,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         if sync.moments is None
         else MomentPlan(sync.moments.every, codec(sync.moments.codec), sync.moments.names),
     )
-    return replace(plan, secure=_fixed_point(plan, config))
+    return replace(plan, secure=_fixed_point(plan, config), average=outer.average)
 
 
 def _fixed_point(plan: MergePlan, config: RunConfig) -> FixedPoint | None:

@@ -332,9 +332,9 @@ class MomentSettings(Settings):
     """How often moments are merged: with every n-th version of their fragment, at least 1. The
     other contributions contain only weights."""
 
-    codec: Literal["fp32", "bf16", "int8"] = "bf16"
-    """Number format of moments, uplink and downlink. "int8" halves their traffic. It rounds small
-    values to 0, so it cannot be used for second moments."""
+    codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
+    """Number format of moments, uplink and downlink. "int8" halves their traffic, and "int4" halves
+    it again. Both round small values to 0, so they cannot be used for second moments."""
 
     names: Names = Field(default=("exp_avg|momentum_buffer", "exp_avg_sq"), min_length=1)
     """Keys of the moments in the optimizer's state, such as those of torch.optim. A bar separates
@@ -352,10 +352,10 @@ class MomentSettings(Settings):
                     "write keys, separated by '|'"
                 )
             second = next((key for key in keys if key in SECOND_MOMENTS), None)
-            if self.codec == "int8" and second is not None:
+            if self.codec.startswith("int") and second is not None:
                 raise ConfigError(
-                    f"codec='int8' in {self.table} cannot be combined with {second!r} in names, "
-                    "because a divisor that is rounded to 0 makes a step far too long: set "
+                    f"codec={self.codec!r} in {self.table} cannot be combined with {second!r} in "
+                    "names, because a divisor that is rounded to 0 makes a step far too long: set "
                     "codec='bf16', or names=['exp_avg|momentum_buffer']"
                 )
         return self
@@ -712,6 +712,13 @@ class OuterSettings(Settings):
     """Further arguments for the torch.optim class or for your function, passed unchanged. For
     "delayed-nesterov": `every`, the number of merges of a fragment per update of its momentum, at
     least 1."""
+
+    average: float | None = Field(default=None, gt=0, lt=1)
+    """β: decay per version of a fragment, for an average of the global weights, greater than 0 to
+    less than 1. The average is the plain mean of a fragment's first 1 / (1 - β) versions, and then
+    an exponential moving average. The evaluator evaluates it, and `ddiloco export --average` writes
+    it; training does not use it. It costs 4 bytes per parameter at the shards, and learners receive
+    nothing more (docs/how-to/export.md). Default: no average."""
 
     by_fragment: tuple[FragmentOuterSettings, ...] = Field(default=(), strict=False)
     """Fragments with different settings, for example a smaller lr for the embedding."""

@@ -42,6 +42,7 @@ def export_run(
     *,
     format: Format = "native",
     weights: Path | None = None,
+    average: bool = False,
     force: bool = False,
 ) -> Exported:
     """Write a run's global weights, with all files that are needed to use them.
@@ -52,22 +53,24 @@ def export_run(
         out: The folder to write; default: `export` in the run folder.
         format: "native" for `load_model`, "huggingface" for transformers.
         weights: A safetensors file with other weights of the same model.
+        average: Write the average of the weights that the run keeps (`outer.average`).
         force: Whether to replace an earlier export in `out`.
 
     Raises:
-        ConfigError: `run` is not a run folder, `weights` do not match the model, `out` is not
-            empty, or transformers has no layout for this model.
+        ConfigError: `run` is not a run folder, `weights` do not match the model, the run keeps no
+            average, `out` is not empty, or transformers has no layout for this model.
         StorageError: There are no weights yet, or the folder cannot be written.
     """
     out = run / "export" if out is None else out
     config = _config_of(run)
     require_free(out, force=force)
     if config.workload is None and format == "native":
-        return _export_plain(out, config, find_weights(run, config, weights), force=force)
+        found = find_weights(run, config, weights, average=average)
+        return _export_plain(out, config, found, force=force)
     workload, model = _built(config)
     if format == "huggingface":
         require_huggingface(workload, model)
-    found = find_weights(run, config, weights)
+    found = find_weights(run, config, weights, average=average)
     if weights is None and format == "native" and misfit(model, found.tensors):
         return _export_plain(out, config, found, force=force)
     fill(model, found.tensors, found.source)

@@ -39,17 +39,31 @@ class Found:
     global_step: int | None
 
 
-def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Found:
+def find_weights(
+    run: Path, config: RunConfig, given: Path | None = None, *, average: bool = False
+) -> Found:
     """Return a run's newest weights: its result, its shards' final shares, or their durable state.
 
-    ``given``: a safetensors file to use instead.
+    Args:
+        given: A safetensors file to use instead.
+        average: Return the average of the weights instead, which is only in the durable state.
 
     Raises:
+        ConfigError: The run keeps no average, or there is both ``given`` and ``average``.
         StorageError: There are no weights, or they cannot be read.
     """
+    if average:
+        _require_average(config, given)
     if given is not None:
         return Found(given, files.load_weights(given), _versions(given), None)
     layout = kept_layout(run, config)
+    if average:
+        if layout is None:
+            raise StorageError(
+                f"{run} has no average of the weights: the shards store it after the first learner "
+                "has joined, unless syncer.persist is false"
+            )
+        return Found(run / DURABLE, *read_kept(run, config, layout, average=True))
     state = _last_state(run)
     # While a run has not ended, the result of an earlier end is not the newest state.
     over = layout is None or state.get("phase") == "finished"
@@ -70,6 +84,19 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
     plan = plan_of(read_layout(run), config)
     tensors, versions = read_shares(run, plan, config.syncer.shards)
     return Found(run / SHARES, tensors, versions, _global_step(state))
+
+
+def _require_average(config: RunConfig, given: Path | None) -> None:
+    if given is not None:
+        raise ConfigError(
+            f"the weights {str(given)!r} cannot be combined with average=True, which is of the "
+            "run's own weights: take one of them out"
+        )
+    if config.outer.average is None:
+        raise ConfigError(
+            "outer.average is not set, so the run keeps no average of its weights: start a run "
+            "with outer.average, such as 0.5, or export the weights themselves"
+        )
 
 
 def load_weights(model: nn.Module, file: str | Path) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_settings
 from decoupled_diloco.data import ElasticLoader
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, ProtocolError, TransportError
 from decoupled_diloco.export.run_weights import fill, find_weights
 from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.on_device import home_of, moved, placed
@@ -440,7 +440,7 @@ async def evaluate(
             while not done:
                 done = observer.done
                 observer.pull()
-                _evaluate(workload, model, observer.global_step, tape)
+                await _evaluate_published(config, workload, model, observer, tape)
                 if scorer is not None:
                     observer._report(scorer.gains(observer.global_step, observer.versions))
                 if not done:
@@ -461,10 +461,15 @@ def evaluate_result(config: RunConfig, *, folder: Path) -> None:
     found = find_weights(folder, config)
     workload = workload_of(config)
     model = workload.model()
+    average: dict[str, float] = {}
+    if config.outer.average is not None and config.syncer.persist:
+        averaged = find_weights(folder, config, average=True)
+        fill(model, averaged.tensors, averaged.source)
+        average = _of_average(workload.evaluate(model))
     fill(model, found.tensors, found.source)
     with open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
         tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
-        _evaluate(workload, model, found.global_step or 0, tape)
+        _evaluated(found.global_step or 0, {**workload.evaluate(model), **average}, tape)
         _show_results(workload, model, tape)
 
 
@@ -476,8 +481,32 @@ def _show_results(workload: Workload, model: torch.nn.Module, tape: TapeWriter) 
         tape.sample(now(), pictures_of(workload.pictures(model)))
 
 
-def _evaluate(
-    workload: Workload, model: torch.nn.Module, global_step: int, tape: TapeWriter
+async def _evaluate_published(
+    config: RunConfig,
+    workload: Workload,
+    model: torch.nn.Module,
+    observer: Observer,
+    tape: TapeWriter,
 ) -> None:
-    tape.sample(now(), evaluation_of(global_step, workload.evaluate(model)))
+    """Evaluate the global weights and, in a run that keeps one, their average."""
+    averages = None
+    if config.outer.average is not None:
+        # Before the evaluation, because after the end the shards wait only some seconds.
+        try:
+            averages = await observer._averages()
+        except (TransportError, ProtocolError) as error:
+            logger.warning("the average of the weights is not evaluated: %s", error)
+    metrics = dict(workload.evaluate(model))
+    if averages is not None:
+        with observer._averaged(averages):
+            metrics |= _of_average(workload.evaluate(model))
+    _evaluated(observer.global_step, metrics, tape)
+
+
+def _of_average(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"average_{name}": value for name, value in metrics.items() if name != "tokens"}
+
+
+def _evaluated(global_step: int, metrics: Mapping[str, float], tape: TapeWriter) -> None:
+    tape.sample(now(), evaluation_of(global_step, metrics))
     tape.flush()

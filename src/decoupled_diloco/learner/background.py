@@ -15,6 +15,8 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from decoupled_diloco.config.addresses import reached_by, relays_among
 from decoupled_diloco.config.method import (
     mechanism_of,
@@ -22,10 +24,7 @@ from decoupled_diloco.config.method import (
     plan_of,
     read_public,
 )
-from decoupled_diloco.errors import (
-    DilocoError,
-    TransportError,
-)
+from decoupled_diloco.errors import DilocoError, ProtocolError, TransportError
 from decoupled_diloco.learner.checkpointer import Checkpointer, log_recovery
 from decoupled_diloco.learner.connections import (
     CoordinatorSession,
@@ -279,6 +278,25 @@ class Background:
     @executes(messages.Expelled, messages.Relabel, messages.RunOver)
     def _ignore(self, order: messages.LearnerEffect) -> None:
         """Do nothing: the machine's state or the connection already has the same information."""
+
+    def fetch_averages(self, take: Callable[[list[Tensor] | DilocoError], object]) -> None:
+        """Fetch the averages of the parameters; call ``take`` with them, or the error, and notify.
+
+        ``take`` is called in the event loop, with the lock.
+        """
+        driver = self._require_shared().driver
+
+        async def fetch() -> None:
+            found: list[Tensor] | DilocoError
+            try:
+                found = await self.bodies.averages()
+            except (TransportError, ProtocolError) as error:
+                found = error
+            with self.changed:
+                take(found)
+                self.changed.notify()
+
+        driver.in_loop(lambda: driver.spawn(fetch()))
 
     def deliver_later(self, event: messages.LearnerEvent) -> None:
         """Pass a fact to the machine in the event loop; called by other threads."""

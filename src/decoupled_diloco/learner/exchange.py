@@ -25,6 +25,7 @@ Shapes: N elements of a fragment; B bytes of a payload.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -279,6 +280,21 @@ class LearnerTensors:
         newest = published if staged is None else staged
         assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
         return newest
+
+    def show(self, averages: Sequence[Tensor] | None) -> None:
+        """Write other values into the parameters of an observer; its published copies stay.
+
+        Args:
+            averages: The values of each fragment's parameters, fp32; ``None``: the published
+                copies.
+        """
+        for number, part in enumerate(self.plan.fragments):
+            values = self.published[number]
+            assert values is not None, f"fragment {number} has no published copy"
+            if averages is not None:
+                values = values.clone()
+                values[: averages[number].numel()] = averages[number]
+            self.store.overwrite(part, values)
 
     def stage(self, fragment: int, values: Values) -> None:
         """Keep verified values for the next boundary.

@@ -18,12 +18,13 @@ from decoupled_diloco.learner.exchange import Capture, verified
 from decoupled_diloco.learner.masked_sums import MaskedSums
 from decoupled_diloco.learner.parameter_store import Copied, HostCopy, Values
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.merge import as_bytes, digest, values_digest
+from decoupled_diloco.merge import as_bytes, digest, parameters_numel, values_digest
 from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.protocol import messages
-from decoupled_diloco.protocol.messages import Done, Failed
+from decoupled_diloco.protocol.messages import Done, Failed, average_path
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import executes
+from decoupled_diloco.transport.payload_store import body_url
 
 _T = TypeVar("_T")
 
@@ -69,6 +70,7 @@ class BodyExchange:
         self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
         )
+        self._averages: dict[int, tuple[messages.Version | None, Tensor]] = {}
 
     async def start(self) -> None:
         """Prepare: the client exists, and no order has arrived yet."""
@@ -178,3 +180,29 @@ class BodyExchange:
         with self._here.changed:
             tensors.stage(fragment, values)
             self._here.deliver(Done(effect))
+
+    async def averages(self) -> list[Tensor]:
+        """Fetch the newest average of each fragment's parameters, fp32.
+
+        Raises:
+            TransportError, ProtocolError: One of them cannot be fetched.
+        """
+        fragments = range(len(self._here.tensors.plan.fragments))
+        return list(await asyncio.gather(*map(self._average, fragments)))
+
+    async def _average(self, fragment: int) -> Tensor:
+        plan, machine = self._here.tensors.plan, self._here.machine
+        numel = parameters_numel(plan.fragments[fragment], plan.layout)
+        held, shard = machine.state.fragments[fragment].held, machine.options.owner(fragment)
+        # A shard offers an average before the version with it, and limits repeated downloads.
+        if (known := self._averages.get(fragment)) is not None and known[0] == held:
+            return known[1]
+        values = torch.empty(numel, dtype=torch.float32, device="cpu")
+        if numel:
+            async with self._gates[shard]:
+                if not self._here.reaches(shard):
+                    raise TransportError(f"shard {shard} is unreachable")
+                url, base = body_url(average_path(fragment)), self._here.address_of(shard)
+                await self._here.client.get(url, as_bytes(values).numpy().data, base=base)
+        self._averages[fragment] = held, values
+        return values

@@ -25,6 +25,12 @@ from decoupled_diloco.merge.blocks import blocks_of, replace_known
 LR = 0.7
 MOMENTUM = 0.5
 
+AVERAGE = "average.values"
+"""Name of the average of the master in the state of an `Averaged` optimizer."""
+
+AVERAGE_STEPS = "average.steps"
+"""Name of the number of steps in an average."""
+
 
 class OuterOptimizer(Protocol):
     """Applies merged outer gradients to a fragment's master copy."""
@@ -225,6 +231,55 @@ class BuffersBehind:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self._parameters is not None:
             self._parameters.load_state_dict(state)
+
+
+class Averaged:
+    """An outer optimizer that also keeps an average of the master over its steps.
+
+    The k-th step sets `A ← A + (Θ - A)·max(1 - β, 1/k)`. So A is the plain mean of Θ after each of
+    the first `1/(1 - β)` steps, and then an exponential moving average. Θ before the first step
+    never counts.
+
+    Args:
+        outer: The optimizer.
+        decay: β, between 0 and 1.
+
+    Source:
+        Averages of the weights of recent checkpoints or rounds: SWA (arXiv 1803.05407), LAWA (arXiv
+        2209.14981).
+    """
+
+    def __init__(self, outer: OuterOptimizer, decay: float) -> None:
+        self._outer = outer
+        self._decay = decay
+        self._values: Tensor | None = None
+        self._steps = 0
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        """Update `master` [N] in place, and then the average; see `OuterOptimizer.step`."""
+        self._outer.step(master, gradient)
+        self._steps += 1
+        if self._values is None:
+            self._values = master.clone()
+            return
+        share = max(1 - self._decay, 1 / self._steps)
+        for average, theta in zip(blocks_of(self._values), blocks_of(master), strict=True):
+            average.lerp_(theta, share)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the optimizer's state and, after the first step, A [N] and the number of steps."""
+        state = self._outer.state_dict()
+        if self._values is None:
+            return state
+        steps = torch.tensor(self._steps, dtype=torch.int64, device="cpu")
+        return {**state, AVERAGE: self._values, AVERAGE_STEPS: steps}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a copy of the output of `state_dict`."""
+        own = {AVERAGE, AVERAGE_STEPS}
+        self._outer.load_state_dict({k: v for k, v in state.items() if k not in own})
+        self._values = state[AVERAGE].clone() if AVERAGE in state else None
+        self._steps = int(state[AVERAGE_STEPS]) if AVERAGE in state else 0
 
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -31,7 +31,7 @@ from decoupled_diloco.merge.fragments import (
     with_moments,
 )
 from decoupled_diloco.merge.layout import Layout
-from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
+from decoupled_diloco.merge.outer import Averaged, BuffersBehind, OuterOptimizer
 from decoupled_diloco.merge.packing import packed_sizes
 from decoupled_diloco.merge.published import encode_with_feedback
 from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
@@ -96,6 +96,7 @@ class MergePlan:
     coarser: tuple[Codec, ...] = ()  # codecs that a shard may select instead of `uplink`
     trim: float = 0.0  # share of the weight that a trimmed mean leaves out at each end
     moments: MomentPlan | None = None  # how the layout's moments are sent; None: it has none
+    average: float | None = None  # decay of the average that the outer optimizers keep; None: none
 
     @classmethod
     def make(
@@ -214,11 +215,15 @@ class MergePlan:
         """Create an outer optimizer for a fragment."""
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
-        make = self.other_outers.get(fragment, self.outer)
-        if numel == part.numel:
-            return make(numel)
+        outer = None
+        if numel:
+            outer = self.other_outers.get(fragment, self.outer)(numel)
+            if self.average is not None:
+                outer = Averaged(outer, self.average)
+            if numel == part.numel:
+                return outer
         values = None if self.moments is None else self.moments_start(fragment)
-        return BuffersBehind(make(numel) if numel else None, numel, values)
+        return BuffersBehind(outer, numel, values)
 
     def uplink_of(self, fragment: int, name: str = "") -> Codec:
         """Return the codec of a contribution.

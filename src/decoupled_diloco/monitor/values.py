@@ -22,6 +22,7 @@ def run_values(status: RunStatus) -> dict[str, float]:
         "diloco/bytes_up": status.bytes_up,
         "diloco/bytes_down": status.bytes_down,
         "evaluation/loss": status.evaluation_loss,
+        "evaluation/average_loss": status.average_loss,
     }
     for learner in status.learners:
         found |= _of_learner(learner)

@@ -119,6 +119,11 @@ def is_shard_peer(peer: str) -> bool:
     return _SHARD.fullmatch(peer) is not None
 
 
+def average_path(fragment: int) -> str:
+    """Return the path at which a shard offers the newest average of a fragment's parameters."""
+    return f"/average/{fragment}"
+
+
 def relay_peer(relay: str) -> str:
     """Return the peer name of a relay. No learner or shard can have it.
 

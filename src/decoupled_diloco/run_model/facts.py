@@ -359,7 +359,13 @@ class Evaluation:
     global_step: int
     loss: float | None  # None if it was not finite
     tokens: int
-    metrics: tuple[tuple[str, float | None], ...] = ()  # the workload's other measurements
+    # the workload's other measurements, and those of the average of the weights (`average_…`)
+    metrics: tuple[tuple[str, float | None], ...] = ()
+
+    @property
+    def average_loss(self) -> float | None:
+        """The loss of the average of the weights; None if it was not evaluated."""
+        return dict(self.metrics).get("average_loss")
 
 
 @dataclass(frozen=True, slots=True)

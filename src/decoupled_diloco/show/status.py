@@ -234,6 +234,7 @@ class RunStatus:
     discarded_tokens: float
     discarded_whole: bool  # whether the number is complete; otherwise it is a lower bound
     evaluation_loss: float | None
+    average_loss: float | None  # of the average of the weights, in the same evaluation
     evaluation_step: int | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
@@ -318,6 +319,7 @@ def status_of(
         discarded_tokens=sum(learner.discarded_tokens for learner in learners),
         discarded_whole=account is not None,
         evaluation_loss=evaluation.loss if evaluation else None,
+        average_loss=evaluation.average_loss if evaluation else None,
         evaluation_step=evaluation.global_step if evaluation else None,
         learners=learners,
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),

@@ -173,8 +173,13 @@ def render_training(status: RunStatus, left: str) -> RenderableType:
     parts += _no_room(left_out)
     if status.evaluation_loss is not None:
         loss, where = f"{status.evaluation_loss:.4f}", f" (step {status.evaluation_step})"
+        where = _average(status) + where
         parts += [Text(""), Text.assemble("evaluation loss ", (loss, "bold"), (where, "dim"))]
     return Group(*parts)
+
+
+def _average(status: RunStatus) -> str:
+    return "" if status.average_loss is None else f", average {status.average_loss:.4f}"
 
 
 def _no_room(left_out: Sequence[str]) -> list[Text]:
@@ -240,7 +245,7 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
     if status.privacy is not None:
         parts.append(f"privacy spent, at most: {status.privacy.spent} ({status.privacy.detail})")
     if status.evaluation_loss is not None:
-        parts.append(f"evaluation loss {status.evaluation_loss:.4f}")
+        parts.append(f"evaluation loss {status.evaluation_loss:.4f}{_average(status)}")
     if status.checkpoint is not None:
         ago, size = (
             format_duration(round(status.checkpoint.seconds_ago)),

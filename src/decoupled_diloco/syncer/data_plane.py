@@ -21,7 +21,7 @@ from decoupled_diloco.merge import Body as TensorBody
 from decoupled_diloco.merge import as_bytes
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import messages
-from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.protocol.messages import Asking, Version, average_path
 from decoupled_diloco.shell.driver import Driver, executes
 from decoupled_diloco.syncer.contributions import Contributions
 from decoupled_diloco.syncer.shard_tensors import PublishedCopy, ShardTensors
@@ -356,6 +356,10 @@ class Downloads:
             self._sizes[difference] = published.difference.numel()
             while len(kept) > self._kept:
                 self._withdraw(kept.pop(0))
+        if published.average is not None and published.average.numel():
+            # Under one path for all versions, because no message announces it. The version as its
+            # digest lets a client notice a replacement between two ranges.
+            self._bodies.offer(average_path(fragment), _view(published.average), str(version))
 
     def _withdraw(self, path: str) -> None:
         self._bodies.withdraw(path)

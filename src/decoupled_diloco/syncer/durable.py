@@ -1,10 +1,11 @@
 """The durable state of a shard: every version that another process has received survives a crash.
 
 A *checkpoint* holds the master, the published copy and the outer optimizer's state of every owned
-fragment: 12 bytes per parameter with momentum. The *journal* after it has one record per merge: the
-merged outer gradient, 4 bytes per element. The record is on disk before any process is notified of
-the new version. The same state and gradient give the same bits, so checkpoint and journal together
-reproduce the shard's state. The digest of each published copy verifies it.
+fragment: 12 bytes per parameter with momentum, and 4 more with an average of the master. The
+*journal* after it has one record per merge: the merged outer gradient, 4 bytes per element. The
+record is on disk before any process is notified of the new version. The same state and gradient
+give the same bits, so checkpoint and journal together reproduce the shard's state. The digest of
+each published copy verifies it.
 
 When the journal is ``JOURNAL_CHECKPOINTS_MAX`` times as large as the checkpoint, a new journal is
 created, and then a new checkpoint is written. Merges continue in the new journal even if the

@@ -5,7 +5,7 @@ world use it. It is not thread-safe: one worker calls it, in the order of the or
 
 Host memory per owned parameter:
 
-- State: 12 bytes (master, published copy, momentum).
+- State: 12 bytes (master, published copy, momentum), and 4 more with an average of the master.
 - Offered differences (`Downloads`): at most 4.3 bytes together. In bf16 these are two of 2 bytes
   each; with fewer bits, more differences are kept. The offered whole copy is the published copy
   itself.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
@@ -38,6 +39,7 @@ from decoupled_diloco.merge import (
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.fixed_point import first_bounds, next_bounds, opened
 from decoupled_diloco.merge.fragments import buffer_sizes
+from decoupled_diloco.merge.outer import AVERAGE
 from decoupled_diloco.merge.packing import BufferHistory, packed
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.rules import FragmentMerge
@@ -77,12 +79,14 @@ class PublishedCopy:
         whole: Θ̂, fp32 [N].
         digest: The digest of `whole`.
         difference_digest: The digest of `difference`; empty until it is offered.
+        average: The average of the parameters, fp32; ``None`` in a run without one.
     """
 
     difference: Tensor
     whole: Tensor
     digest: str
     difference_digest: str = ""
+    average: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -308,7 +312,10 @@ class ShardTensors(Contributions):
             The copy as it is offered. Its difference omits unchanged buffers and moments.
         """
         difference = self._without_unchanged_buffers(fragment, version, copy)
-        return replace(copy, difference=difference, difference_digest=digest(difference))
+        average = self.average(fragment)
+        return replace(
+            copy, difference=difference, difference_digest=digest(difference), average=average
+        )
 
     def _without_unchanged_buffers(
         self, fragment: int, version: Version, copy: PublishedCopy
@@ -320,9 +327,26 @@ class ShardTensors(Contributions):
             assert before is not None, f"fragment {fragment} was merged before it was installed"
         return packed(copy.difference, before, self.plan.downlink_of(fragment))
 
-    def whole(self, fragment: int) -> Tensor:
-        """Return the published copy Θ̂, fp32 [N]; it is never written to again."""
-        return self.fragments[fragment].published
+    def whole(self, fragment: int, *, average: bool = False) -> Tensor:
+        """Return the published copy Θ̂, fp32 [N]; it is never written to again.
+
+        Args:
+            average: Return the average of the parameters instead, before the published buffers.
+        """
+        published = self.fragments[fragment].published
+        values = self.average(fragment) if average else None
+        return published if values is None else torch.cat([values, published[values.numel() :]])
+
+    def average(self, fragment: int) -> Tensor | None:
+        """Return the average of the parameters over the last versions, fp32, never written to.
+
+        Before the first merge it is the published copy. ``None``: the run keeps no average.
+        """
+        if self.plan.average is None:
+            return None
+        entry = self.fragments[fragment]
+        trained = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
+        return entry.outer.state_dict().get(AVERAGE, entry.published[:trained])
 
 
 def _count_of(merge: FragmentMerge) -> int:

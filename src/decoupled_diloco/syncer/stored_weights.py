@@ -41,11 +41,12 @@ def kept_layout(run: Path, config: RunConfig) -> Layout | None:
 
 
 def read_kept(
-    run: Path, config: RunConfig, layout: Layout
+    run: Path, config: RunConfig, layout: Layout, *, average: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str], int | None]:
     """Return the global weights by the model's names, the version of each fragment, and the step.
 
-    Each shard's weights are those of its last merge.
+    Each shard's weights are those of its last merge. ``average``: their average instead, in a run
+    that keeps one.
 
     Raises:
         StorageError: A shard has no whole checkpoint.
@@ -60,7 +61,7 @@ def read_kept(
         if set(found) != set(disk.tensors.owned):
             problems = "".join(f"; {problem}" for problem in dict.fromkeys(disk.problems))
             raise StorageError(f"{disk.folder} has no whole checkpoint of its fragments{problems}")
-        copies |= {fragment: disk.tensors.whole(fragment) for fragment in found}
+        copies |= {p: disk.tensors.whole(p, average=average) for p in found}
         versions |= {str(fragment): str(each.version) for fragment, each in found.items()}
         clocks.append(int((disk.memory or {}).get("clock", 0)))
     return by_name(plan, copies), versions, min(clocks)

@@ -184,6 +184,7 @@ class Worker:
             torch.empty(0, dtype=torch.float32, device="cpu"),
             tensors.whole(fragment),
             order.digest,
+            average=tensors.average(fragment),
         )
         self._downloads.offer(fragment, order.version, copy)
 

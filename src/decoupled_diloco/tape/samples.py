@@ -47,7 +47,8 @@ class Metric:
 class Evaluated:
     """The global weights were evaluated on this many held-out tokens.
 
-    ``metrics``: the workload's other measurements, in its order.
+    ``metrics``: the workload's other measurements, in its order. Those of the average of the
+    weights follow; their names start with ``average_``.
     """
 
     global_step: int

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.method import difference_of, public_text, read_public
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.config.resume import load_resumed
+from decoupled_diloco.errors import ConfigError, ProtocolError
 
 
 def public(**tables: Any) -> Any:
@@ -70,3 +72,26 @@ def test_a_difference_of_any_size_is_one_short_sentence() -> None:
     assert len(difference_of(public(), theirs)) < 500
     theirs = {**public(), "workload": {**public()["workload"], "options": "x" * 10_000}}
     assert len(difference_of(public(), theirs)) < 800
+
+
+@pytest.mark.parametrize(
+    ("before", "changed", "sentence"),
+    [
+        ({}, "sync.moments={}", "sync.moments is {'codec': 'bf16', .*} here and not set there"),
+        (
+            {"sync": {"moments": {"every": 4}}},
+            "sync.moments.every=2",
+            "sync.moments.every is 2 here and 4 there",
+        ),
+        ({"outer": {"average": 0.5}}, "outer.average=0.7", "outer.average is 0.7 here and 0.5"),
+        ({}, "outer.average=0.5", "outer.average is 0.5 here and not set there"),
+    ],
+)
+def test_a_run_resumes_only_with_the_moments_and_the_average_that_it_had(
+    tmp_path: Path, before: dict[str, Any], changed: str, sentence: str
+) -> None:
+    config = RunConfig(run={"max_steps": 10, "folder": tmp_path}, **before)
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    assert load_resumed(tmp_path) == config
+    with pytest.raises(ConfigError, match=f"cannot resume with other settings: {sentence}"):
+        load_resumed(tmp_path, [changed])

@@ -37,8 +37,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "every=0 in [sync.moments] is out of range: it must be at least 1",
     ),
     (
-        {"sync": {"moments": {"codec": "int8"}}},
-        "codec='int8' in [sync.moments] cannot be combined with 'exp_avg_sq' in names, because a "
+        {"sync": {"moments": {"codec": "int4"}}},
+        "codec='int4' in [sync.moments] cannot be combined with 'exp_avg_sq' in names, because a "
         "divisor that is rounded to 0 makes a step far too long: set codec='bf16', or "
         "names=['exp_avg|momentum_buffer']",
     ),
@@ -548,6 +548,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "take options out",
     ),
     ({"outer": {"lr": 0}}, "lr=0 in [outer] is out of range: it must be greater than 0.0"),
+    (
+        {"outer": {"average": 0}},
+        "average=0 in [outer] is out of range: it must be greater than 0.0",
+    ),
+    ({"outer": {"average": 1}}, "average=1 in [outer] is out of range: it must be less than 1.0"),
     ({"outer": {"momentum": 1}}, "momentum=1 in [outer] is out of range: it must be less than 1.0"),
     (
         {"outer": {"lr": float("nan")}},

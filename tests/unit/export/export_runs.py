@@ -38,7 +38,12 @@ SHARDS = 2
 
 
 def run_folder(
-    folder: Path, name: str = "gpt", *, missing: int | None = None, **options: Any
+    folder: Path,
+    name: str = "gpt",
+    *,
+    missing: int | None = None,
+    outer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Write the files of a finished run; return the model with its weights.
 
@@ -47,6 +52,7 @@ def run_folder(
     config = RunConfig(
         run={"name": "small", "folder": folder, "learners": 1, "max_steps": 8},
         sync={"fragments": 4, "sync_every": 4, "overlap_steps": 1},
+        outer=outer or {},
         syncer={"shards": SHARDS},
         workload={"name": name, "options": {**SMALL.get(name, {}), **options}},
     )
@@ -77,7 +83,7 @@ def _hand_in(folder: Path, config: RunConfig, model: nn.Module, missing: int | N
         assemble(folder, plan, SHARDS)
 
 
-def keep_durable(folder: Path, phase: str) -> Tensor:
+def keep_durable(folder: Path, phase: str, merges: int = 1) -> Tensor:
     """Add the durable state of a continued run's shards; return its parameters as one row."""
     config = load_config(folder / "run.toml")
     model = load_workload(config.workload.name, config.workload_options()).model()
@@ -93,11 +99,12 @@ def keep_durable(folder: Path, phase: str) -> Tensor:
             tensors.install(p, gather(plan.fragments[p], own).clone())
         disk.installed(dict.fromkeys(tensors.owned, Version(1, 0)))
         for p in tensors.owned:
-            contribution = plan.uplink.encode(torch.full_like(tensors.whole(p), 0.5))
-            ask = Asking(1, p)
-            tensors.verify(p, ask, contribution, digest(contribution))
-            tensors.fold(p, ask, 1, 1)
-            disk.merge(p, Version(1, 1), {"clock": 11 + shard})
+            for merge in range(merges):
+                contribution = plan.uplink.encode(torch.full_like(tensors.whole(p), 0.5))
+                ask = Asking(1, p)
+                tensors.verify(p, ask, contribution, digest(contribution))
+                tensors.fold(p, ask, 1, 1)
+                disk.merge(p, Version(1, 1 + merge), {"clock": 11 + shard})
             scatter(plan.fragments[p], tensors.whole(p), own)
         disk.close()
     state = TypeAdapter(CoordinatorState).dump_python(CoordinatorState(), mode="json")

@@ -150,6 +150,36 @@ def test_durable_state_is_exported_as_of_the_last_merge(tmp_path: Path) -> None:
     assert json.loads((run / "export/export.json").read_text())["versions"]["3"] == "1.1"
 
 
+@pytest.mark.parametrize("phase", ["running", "finished"])
+def test_the_average_is_exported_from_the_durable_state(tmp_path: Path, phase: str) -> None:
+    newest = []
+    for merges in (1, 2):
+        run = tmp_path / f"run-{merges}"
+        run_folder(run, outer={"average": 0.9})
+        newest.append(keep_durable(run, phase, merges))
+    exported = export_run(run, average=True)
+    average = torch.cat([p.reshape(-1) for p in dd.load_model(exported.folder).parameters()])
+    # The average is of Θ, from which the published copies differ by the rounding of bf16.
+    torch.testing.assert_close(average, (newest[0] + newest[1]) / 2, rtol=0, atol=2e-3)
+    assert exported.global_step == 11
+    assert json.loads((run / "export/export.json").read_text())["versions"]["3"] == "1.2"
+
+
+def test_an_average_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"outer.average is not set, so the run keeps no average"):
+        export_run(tmp_path / "run", average=True)
+    run_folder(tmp_path / "other", outer={"average": 0.5})
+    with pytest.raises(
+        StorageError, match=r"no average of the weights: .* syncer.persist is false"
+    ):
+        export_run(tmp_path / "other", average=True)
+    with pytest.raises(ConfigError, match=r"cannot be combined with average=True"):
+        export_run(tmp_path / "other", weights=tmp_path / "other.safetensors", average=True)
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "--average"])
+    assert isinstance(result.exception, ConfigError), result.exception
+
+
 def test_the_result_of_a_finished_run_is_exported(tmp_path: Path) -> None:
     before = run_folder(tmp_path / "run")
     keep_durable(tmp_path / "run", "finished")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,37 @@ def plan_for(moments: MomentPlan | None = None, **changes: Any) -> MergePlan:
 
 def moments_for(every: int = 1, name: str = "bf16") -> MomentPlan:
     return MomentPlan(every, codec(name), NAMES)
+
+
+def test_an_average_is_of_the_parameters_alone() -> None:
+    """Buffers and moments have none: the newest merged ones go with it."""
+    plan = replace(plan_for(moments_for()), average=0.5)
+    part, tensors = plan.fragments[0], ShardTensors(plan, (0,))
+    trained, wire = parameters_numel(part, plan.layout), plan.uplink_of(0)
+    tensors.install(0, torch.zeros(part.numel))
+    assert torch.equal(tensors.whole(0, average=True), torch.zeros(part.numel))
+    masters = []
+    for seed in (1, 2, 3):
+        body = wire.encode(contribution(plan, seed))
+        ask = Asking(1, seed)
+        tensors.verify(0, ask, body, body_digest(body, wire))
+        tensors.fold(0, ask, 1, 1)
+        tensors.merge(0)
+        masters.append(tensors.fragments[0].master[:trained].clone())
+    average = tensors.average(0)
+    assert average is not None
+    expected = (0.25 * masters[0] + 0.25 * masters[1]) + 0.5 * masters[2]
+    torch.testing.assert_close(average, expected)
+    whole = tensors.whole(0, average=True)
+    assert torch.equal(whole[:trained], average)
+    assert torch.equal(whole[trained:], tensors.whole(0)[trained:])
+
+
+def test_a_run_without_a_setting_keeps_no_average() -> None:
+    tensors = ShardTensors(plan_for(), (0,))
+    tensors.install(0, torch.ones(tensors.plan.fragments[0].numel))
+    assert tensors.average(0) is None
+    assert tensors.whole(0, average=True) is tensors.whole(0)
 
 
 def contribution(plan: MergePlan, seed: int, *, moments: bool = True) -> Tensor:
@@ -131,14 +163,15 @@ def test_without_any_moments_the_result_has_none() -> None:
     assert merged[: plan.moments_start(0)].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_an_absent_moment_costs_one_bit(name: str) -> None:
     plan = plan_for(moments_for(name=name), fragments=1)
     wire, values = plan.uplink_of(0), contribution(plan, 0)
     base, first = plan.buffers_of(0, values), plan.moments_start(0)
     body = wire.encode(values)
     assert packed(body, base + 1, wire) is body
-    assert torch.allclose(wire.decode(body, values.numel())[first:], values[first:], atol=0.03)
+    error = 0.4 if name == "int4" else 0.03
+    assert torch.allclose(wire.decode(body, values.numel())[first:], values[first:], atol=error)
     values[first:] = math.nan
     body = wire.encode(values)
     short = packed(body, base, wire)
@@ -149,7 +182,7 @@ def test_an_absent_moment_costs_one_bit(name: str) -> None:
     assert wire.decode(body, values.numel())[first:].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
 def test_a_published_moment_has_the_same_bits_everywhere(name: str) -> None:
     plan = plan_for(moments_for(name=name))
     wire, first = plan.downlink_of(0), plan.moments_start(0)

@@ -6,7 +6,7 @@ from safetensors.torch import load, save
 
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.merge import DelayedNesterov, NesterovSGD, TorchOuter, make_outer
-from decoupled_diloco.merge.outer import register_own_outer
+from decoupled_diloco.merge.outer import AVERAGE, Averaged, register_own_outer
 
 WORKING = ["nesterov", "sgd", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adafactor"]
 MANY = 2**17 + 5  # more than one block
@@ -41,6 +41,53 @@ def test_steps_in_place_and_leaves_the_gradient_alone(name):
     assert not master.requires_grad
     assert bool((master < 1).all())
     assert torch.equal(gradient, torch.full((6,), 0.5))
+
+
+def average_of(versions, decay):
+    """Return the average of all versions as a weighted sum, in fp64."""
+    weights = []
+    for k in range(1, len(versions) + 1):
+        share = max(1 - decay, 1 / k)
+        weights = [(1 - share) * weight for weight in weights] + [share]
+    assert sum(weights) == pytest.approx(1)
+    return sum(w * v.double() for w, v in zip(weights, versions, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.5, 0.8, 0.999])
+@pytest.mark.parametrize("name", ["nesterov", "sgd", "AdamW"])
+def test_the_average_is_that_of_all_versions(name, decay):
+    """A process that continues from the saved state after each step has the same bits."""
+    make, numel = make_outer(name, lr=0.1), MANY
+    original, plain = Averaged(make(numel), decay), make(numel)
+    ours, alone, versions = torch.ones(numel), torch.ones(numel), []
+    assert AVERAGE not in original.state_dict()
+    for gradient in gradients(12, numel):
+        restored, theirs = Averaged(make(numel), decay), ours.clone()
+        restored.load_state_dict(load(save(original.state_dict())))
+        original.step(ours, gradient)
+        restored.step(theirs, gradient)
+        plain.step(alone, gradient)
+        versions.append(ours.clone())
+        assert torch.equal(original.state_dict()[AVERAGE], restored.state_dict()[AVERAGE])
+        expected = average_of(versions, decay).float()
+        torch.testing.assert_close(original.state_dict()[AVERAGE], expected)
+    assert torch.equal(ours, alone), "the average changes no step"
+
+
+def test_the_first_versions_count_alike():
+    average, master = Averaged(make_outer("sgd", lr=1.0)(6), 0.8), torch.full((6,), 100.0)
+    for _ in range(5):
+        average.step(master, torch.ones(6))
+    torch.testing.assert_close(average.state_dict()[AVERAGE], torch.full((6,), 97.0))
+
+
+def test_a_loaded_average_is_a_copy():
+    original, restored = (Averaged(make_outer("sgd", lr=1.0)(6), 0.5) for _ in range(2))
+    original.step(torch.ones(6), torch.ones(6))
+    restored.load_state_dict(original.state_dict())
+    original.step(torch.ones(6), torch.ones(6))
+    restored.step(torch.full((6,), 9.0), torch.ones(6))
+    torch.testing.assert_close(original.state_dict()[AVERAGE], torch.zeros(6))
 
 
 @pytest.mark.parametrize("name", WORKING)

@@ -156,6 +156,45 @@ learners = [6]
 """
 
 
+def test_merged_moments_and_an_average_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    end = "overlap_steps = 2}"
+    for name, changed in {
+        "none": end,
+        "moments": "overlap_steps = 2, moments = {every = 4}}",
+        "int8": 'overlap_steps = 2, moments = {names = ["exp_avg"], codec = "int8"}}',
+        "average": end + "\nouter = {average = 0.5}",
+    }.items():
+        text = SITES.partition("[[sites]]")[0].replace(end, changed)
+        (tmp_path / "run.toml").write_text(text)
+        given = ("run.toml", "--link", "1Tbit", "--params", "1e9", "--layers", "20")
+        found[name] = document(*given)
+    up, down, memory, joining = (
+        {name: each["prediction"][key] for name, each in found.items()}
+        for key in (
+            "up_bytes_per_step",
+            "down_bytes_per_step",
+            "shard_memory_bytes",
+            "join_seconds",
+        )
+    )
+    # Two moments in bf16 with every fourth version, or one in int8 with each.
+    bits = {"none": 16, "moments": 16 + 2 * 16 / 4, "int8": 16 + 8.125, "average": 16}
+    for name, each in bits.items():
+        assert up[name] == pytest.approx(up["none"] * each / 16), name
+        assert down[name] == pytest.approx(down["none"] * each / 16), name
+    assert memory["moments"] >= memory["none"] + 2 * 8e9
+    assert memory["int8"] >= memory["none"] + 8e9
+    assert memory["average"] == pytest.approx(memory["none"] + 4e9)
+    assert joining["moments"] > 2.5 * joining["none"]
+    (tmp_path / "run.toml").write_text(SITES.replace(end, "overlap_steps = 2, moments = {}}"))
+    shown = " ".join(printed("run.toml", "--link", "1Gbit").split())
+    assert "merged moments 32 bit in each direction, on average over the rounds" in shown
+
+
 def test_the_sites_of_a_run_have_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(SITES)

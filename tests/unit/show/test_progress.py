@@ -1,6 +1,7 @@
 import io
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,8 @@ from decoupled_diloco.run_model import FollowedRun, RunModel, read_run, run_of
 from decoupled_diloco.run_model.facts import TOOK_PART, LearnerLog, Rate, ShardLog
 from decoupled_diloco.run_model.phrases import note_in_words
 from decoupled_diloco.show.console import SteadyConsole
+from decoupled_diloco.show.page.document import state_of_page
+from decoupled_diloco.show.page.history import PageHistory
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.terminal import ProgressDisplay, render_status
 from decoupled_diloco.tape import TapeReader, TapeWriter
@@ -76,6 +79,19 @@ def test_display_in_the_middle_of_the_outage(run_folder):
     row = next(line for line in text.splitlines() if line.startswith("shard-1"))
     assert row.split() == ["shard-1", "running", "56", "54", "1", "0", "120", "ms"]
     assert "evaluation loss 2.9700 (step 40)" in text
+
+
+def test_the_loss_of_the_average_is_beside_that_of_the_weights(run_folder):
+    progress = until(run_folder, 32.0)
+    (last,) = progress.run.evaluations[-1:]
+    progress.run.evaluations.append(replace(last, metrics=(("average_loss", 2.95),)))
+    shown = text_of(progress.render())
+    assert "evaluation loss 2.9700, average 2.9500 (step 40)" in shown
+    status = status_of(progress.run, progress.run.latest)
+    assert "evaluation loss 2.9700, average 2.9500" in text_of(render_status(status))
+    cards = state_of_page(progress.run, status, PageHistory())["cards"]
+    where = "of the global weights at step 40; of their average: 2.9500"
+    assert ["evaluation loss", "2.9700", where] in cards
 
 
 def test_display_fits_eighty_columns(run_folder):

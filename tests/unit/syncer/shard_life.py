@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def tensors_of_a_shard() -> ShardTensors:
         weighting="tokens",
         outer=make_outer("nesterov", 0.7, 0.5),
     )
-    return ShardTensors(plan, FRAGMENTS)
+    return ShardTensors(replace(plan, average=0.6), FRAGMENTS)
 
 
 class Life:

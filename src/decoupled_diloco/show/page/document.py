@@ -138,6 +138,8 @@ def _cards(status: RunStatus, history: PageHistory) -> list[list[str]]:
     ]
     if status.evaluation_loss is not None:
         where = f"of the global weights at step {status.evaluation_step}"
+        if status.average_loss is not None:
+            where += f"; of their average: {status.average_loss:.4f}"
         cards.append(["evaluation loss", f"{status.evaluation_loss:.4f}", where])
     left = "" if status.seconds_left is None else f"{format_duration(status.seconds_left)} left"
     rate = status.tokens_per_second

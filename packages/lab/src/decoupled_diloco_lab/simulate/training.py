@@ -70,35 +70,39 @@ class VirtualRun:
         """The losses of each learner's steps."""
         return {name: host.losses for name, host in self.system.learners.items()}
 
-    def weights(self) -> list[Tensor]:
-        """Return the global weights, fp32, in the order of the model's layout."""
+    def weights(self, *, average: bool = False) -> list[Tensor]:
+        """Return the global weights, fp32, in the order of the model's layout.
+
+        Args:
+            average: Return their average instead, in a run with `outer.average`.
+        """
         flat = [
             torch.empty(spec.numel, dtype=torch.float32, device="cpu")
             for spec in self.plan.layout.of_model.tensors
         ]
         for shard in self.system.shards:
-            for fragment, entry in shard.tensors.fragments.items():
-                start = 0
+            for fragment in shard.tensors.fragments:
+                start, whole = 0, shard.tensors.whole(fragment, average=average)
                 stop = self.plan.moments_start(fragment)
                 for piece in clipped(self.plan.fragments[fragment], 0, stop).pieces:
-                    values = entry.published[start : start + piece.numel]
+                    values = whole[start : start + piece.numel]
                     flat[piece.tensor][piece.start : piece.stop] = values
                     start += piece.numel
         shapes = [spec.shape for spec in self.plan.layout.of_model.tensors]
         return [tensor.view(shape) for tensor, shape in zip(flat, shapes, strict=True)]
 
-    def model(self) -> nn.Module:
-        """Return a model with the global weights, on the learners' device."""
+    def model(self, *, average: bool = False) -> nn.Module:
+        """Return a model with the global weights, or their average, on the learners' device."""
         model = placed(self.workload.model(), self.system.device)
         own = tensors_of(model, self.plan.layout)
         with torch.no_grad():
-            for tensor, values in zip(own, self.weights(), strict=True):
+            for tensor, values in zip(own, self.weights(average=average), strict=True):
                 tensor.copy_(values)
         return model
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the workload's metrics for the global weights on held-out data."""
-        return self.workload.evaluate(self.model())
+    def evaluate(self, *, average: bool = False) -> dict[str, float]:
+        """Return the workload's metrics on held-out data, for the weights or their average."""
+        return self.workload.evaluate(self.model(average=average))
 
     @property
     def tokens(self) -> int:

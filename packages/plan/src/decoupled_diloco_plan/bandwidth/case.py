@@ -31,12 +31,23 @@ _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*-?bits?")
 
 
 @dataclass(frozen=True, slots=True)
+class Extra:
+    """What a run sends and keeps per parameter in addition to the weights and their momentum."""
+
+    # bits of merged moments per round and direction, on average; a round has all of them or none
+    moment_bits: float = 0.0
+    copy_bytes: float = 0.0  # in a whole copy
+    shard_bytes: float = 0.0  # in the memory of the shards
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The model that each learner trains, and its step time."""
 
     params: float
     layers: int
     step_seconds: float
+    extra: Extra = Extra()
 
     def __post_init__(self) -> None:
         above(0, params=self.params, step_seconds=self.step_seconds)
@@ -151,6 +162,16 @@ class Case:
             )
 
     @property
+    def up_bits(self) -> float:
+        """Bits per parameter of a contribution, on average."""
+        return self.up.bits + self.model.extra.moment_bits
+
+    @property
+    def down_bits(self) -> float:
+        """Bits per parameter of a published difference, on average."""
+        return self.down.bits + self.model.extra.moment_bits
+
+    @property
     def fragment_params(self) -> float:
         return self.model.params / self.options.fragments
 
@@ -187,8 +208,8 @@ def loads(case: Case) -> dict[tuple[int, bool], float]:
     for shard, host in enumerate(case.hosts):
         numel = len(case.options.owned(shard)) * case.model.params / case.options.fragments
         up, down = (
-            numel * (1 + measured.TRAFFIC_OVERHEAD) * format.bits / 8
-            for format in (case.up, case.down)
+            numel * (1 + measured.TRAFFIC_OVERHEAD) * bits / 8
+            for bits in (case.up_bits, case.down_bits)
         )
         for number, site in enumerate(network.sites):
             above = network.next_relay(number)

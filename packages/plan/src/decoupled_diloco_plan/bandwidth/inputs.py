@@ -13,11 +13,14 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.tape import TapeReader, tapes_in
 from decoupled_diloco.units import format_count, format_duration, format_rate
+from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import (
+    Extra,
     Model,
     assumed_layers,
     assumed_step_seconds,
@@ -91,7 +94,7 @@ def _model(options: PlanOptions, assumed: list[str]) -> Model:
     step, why = _step_seconds(options, options.params)
     if why:
         assumed.append(f"a step of {format_duration(step)}{why}")
-    return Model(options.params, layers, step)
+    return Model(options.params, layers, step, _extra(options))
 
 
 def _step_seconds(options: PlanOptions, params: float) -> tuple[float, str]:
@@ -216,8 +219,23 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
         "partition": sync.partition.scheme,
         "up": _uplink(config),
         "down": sync.codec.downlink,
+        "moments": sync.moments,
+        "average": config.outer.average is not None,
         "run_sites": tuple((s.name, len(s.learners), s.upstream) for s in config.sites),
     }
+
+
+def _extra(options: PlanOptions) -> Extra:
+    """Return what merged moments and the average of the weights add."""
+    average = measured.COPY_BYTES if options.average else 0
+    if (moments := options.moments) is None:
+        return Extra(shard_bytes=average)
+    names = len(moments.names)
+    return Extra(
+        moment_bits=names * bits_of(moments.codec) / moments.every,
+        copy_bytes=names * measured.COPY_BYTES,
+        shard_bytes=names * measured.MOMENT_BYTES + average,
+    )
 
 
 def _uplink(config: RunConfig) -> str:

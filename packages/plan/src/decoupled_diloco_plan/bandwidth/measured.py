@@ -29,6 +29,10 @@ SYNCER_BYTES = 26
 """Bytes per parameter of all shards together, at most. They hold 16 (master, published copy,
 momentum, offers); the rest is temporary (`benchmarks/results/shard_memory`)."""
 
+MOMENT_BYTES = 8
+"""Additional bytes per parameter of all shards together, for each name of a merged moment: in the
+master and in the published copy. Not measured."""
+
 SHARD_BYTES = 0.28e9
 """Additional memory of a shard process, for any model (the same folder)."""
 

@@ -246,6 +246,7 @@ def _setting(case: Case) -> dict[str, Any]:
         "downlink_format": case.down.name,
         "uplink_bits": case.up.bits,
         "downlink_bits": case.down.bits,
+        "moment_bits": case.model.extra.moment_bits,
     }
 
 
@@ -360,6 +361,8 @@ def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "learners M, minimum quorum K", f"{network.learners}, {o.quorum}"
     up, down = plan.case.up, plan.case.down
     yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
+    if moments := plan.case.model.extra.moment_bits:
+        yield "merged moments", f"{moments:g} bit in each direction, on average over the rounds"
     yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
     if plan.aim is not None:
         yield "why", _why(plan)

@@ -11,6 +11,7 @@ import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions
 from decoupled_diloco.cli.shared_options import complete_recipe
+from decoupled_diloco.config.sync import MomentSettings
 from decoupled_diloco.units import parse_count, parse_duration, parse_rate
 from decoupled_diloco_plan.bandwidth import measured
 
@@ -216,6 +217,8 @@ class PlanOptions(CommandOptions):
     apply: str = "on_arrival"
     alignment: str = "overwrite"
     run_sites: tuple[tuple[str, int, str], ...] = ()
+    moments: MomentSettings | None = None
+    average: bool = False
     """Only CONFIG sets these. Of each of its sites: name, number of learners, upstream."""
 
     def after(self, settings: Mapping[str, Any]) -> PlanOptions:

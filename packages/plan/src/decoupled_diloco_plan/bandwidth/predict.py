@@ -85,8 +85,8 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
     return Prediction(
         rounds=rounds,
         grace=_grace(case, rounds),
-        up_bytes=each * case.up.bits,
-        down_bytes=each * case.down.bits,
+        up_bytes=each * case.up_bits,
+        down_bytes=each * case.down_bits,
         discarded=min(1.0, rounds.delay_steps / period) if o.alignment == "overwrite" else 0.0,
         age_steps=period + rounds.delay_steps,
         memory_bytes=_memory(case),
@@ -108,7 +108,7 @@ def relay_seconds(case: Case) -> tuple[float, float]:
         trips to the shards: one for each relay on the way.
     """
     network, most = case.network, (0.0, 0.0)
-    nbytes = case.fragment_params * (case.up.bits + case.down.bits) / 8
+    nbytes = case.fragment_params * (case.up_bits + case.down_bits) / 8
     for number, site in enumerate(network.sites):
         trips, relay = 0.0, number if site.relay else None
         while relay is not None:
@@ -133,9 +133,10 @@ def _grace(case: Case, rounds: Rounds) -> Grace:
 def _memory(case: Case) -> float:
     """Return the memory of the shard with the most fragments, bytes."""
     o, fragment = case.options, case.fragment_params
-    payloads = case.network.senders * o.open_rounds_max * fragment * case.up.bits / 8
+    payloads = case.network.senders * o.open_rounds_max * fragment * case.up_bits / 8
     largest = -(-o.fragments // o.shards)
-    return measured.SHARD_BYTES + measured.SYNCER_BYTES * fragment * largest + payloads
+    each = measured.SYNCER_BYTES + case.model.extra.shard_bytes
+    return measured.SHARD_BYTES + each * fragment * largest + payloads
 
 
 def _cores(case: Case, rounds: Rounds) -> float:
@@ -154,7 +155,7 @@ def _join_seconds(case: Case, rounds: Rounds) -> float:
         place = network.names().index(t.place)
         users = network.sites[place].learners if place < len(network.sites) else network.learners
         free[place, t.direction == "up"] = max(t.capacity - t.mean, t.capacity / (users + 1))
-    whole, slowest = measured.COPY_BYTES * case.model.params, 0.0
+    whole, slowest = (measured.COPY_BYTES + case.model.extra.copy_bytes) * case.model.params, 0.0
     for site, there in enumerate(network.sites):
         away = [host for host in hosts if host != site]
         # A relay fetches the whole copy before it serves it.

@@ -239,7 +239,10 @@ def _candidates(
 
 def _fragments(model: Model, given: PlanOptions, formats: Formats, period: int) -> int:
     """Return one fragment per step, or fewer if the partition or the minimum size requires it."""
-    most = max(1, int(model.params * formats[0][0].bits / 8 / FRAGMENT_BYTES_MIN))
+    most = max(
+        1,
+        int(model.params * (formats[0][0].bits + model.extra.moment_bits) / 8 / FRAGMENT_BYTES_MIN),
+    )
     return min(period, most, model.layers + 2 if given.whole_layers else period)
 
 

@@ -68,7 +68,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.relay_machine import RelayMachine
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, Format
+from decoupled_diloco_plan.bandwidth.case import Case
 from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
 from decoupled_diloco_plan.bandwidth.steady_state import Rounds, Traffic
 
@@ -450,10 +450,10 @@ class World:
         if relay is None:
             route, count = self.network.route(here, round.shard.host), site.learners
             arguments = (round.fragment, [site], count)
-            self._transfer(route, count, self.case.up, self._delivered, *arguments)
+            self._transfer(route, count, self.case.up_bits, self._delivered, *arguments)
         else:
             inside = [(self.network.inside(here), True)]
-            self._transfer(inside, site.learners, self.case.up, self._at_relay, round, relay)
+            self._transfer(inside, site.learners, self.case.up_bits, self._at_relay, round, relay)
 
     def _delivery_over(self, round: _Round) -> None:
         """End the delivery window: the round waits only for its quorum, and frees its slot."""
@@ -472,16 +472,20 @@ class World:
         self,
         route: Sequence[tuple[int, bool]],
         count: int,
-        format: Format,
+        bits: float,
         landed: Callable[..., None],
         *arguments: Any,
     ) -> None:
-        """Start to move `count` payloads of a fragment over links; then call `landed`."""
+        """Start to move `count` payloads of a fragment over links; then call `landed`.
+
+        Args:
+            bits: Their bits per parameter.
+        """
         latency = sum(self.latencies[place] for place, _ in route)
         if not route:
             self._land(latency, landed, arguments)
             return
-        nbytes = self.case.fragment_params * format.bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
+        nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
         links = tuple(2 * place + (not up) for place, up in route)  # of each place first its upload
         self.flows.start(Flow((latency, landed, arguments), links, count, nbytes))
 
@@ -533,7 +537,7 @@ class World:
         above = self.network.next_relay(here)
         target = shard.host if above is None else above
         route = self.network.route(here, target)
-        self._transfer(route, 1, self.case.up, self._sum_arrived, relay, order, above)
+        self._transfer(route, 1, self.case.up_bits, self._sum_arrived, relay, order, above)
 
     def _sum_arrived(self, relay: _Relay, order: SendSum, above: int | None) -> None:
         """Fold a sum: at its shard, or at the next relay, as soon as the shard has decided."""
@@ -568,7 +572,7 @@ class World:
 
         def fetch(source: int) -> None:
             route = self.network.route(source, here)
-            self._transfer(route, 1, self.case.down, self._obtained, relay, round)
+            self._transfer(route, 1, self.case.down_bits, self._obtained, relay, round)
 
         if above is None:
             fetch(round.shard.host)
@@ -640,7 +644,7 @@ class World:
                 flying += 1
 
     def _download(self, round: _Round, site: _Site) -> None:
-        here, relay, down = site.number, self.relays.get(site.number), self.case.down
+        here, relay, down = site.number, self.relays.get(site.number), self.case.down_bits
         arguments = (site.learners, down, self._arrived, round, site)
         if relay is None:
             self._transfer(self.network.route(round.shard.host, here), *arguments)
