@@ -10,11 +10,15 @@ from uuid import uuid4
 
 import pytest
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.codec import _codecs
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
+from decoupled_diloco.protocol.messages import Progress, Received
 from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.replay import machine_of, replay_run
 from decoupled_diloco_lab.simulate.weights_replay import replay_weights
 from integration.real_system import Model, System, Trainer, equal, parameters, training
 
@@ -49,6 +53,13 @@ class Lion(torch.optim.Optimizer):
             m = self.state[p].setdefault("m", torch.zeros_like(p))
             m.lerp_(p.grad, 0.5)
             p.sub_(m, alpha=self.param_groups[0]["lr"])
+
+def shorter(step, steps):
+    return 12 if step < steps // 2 else 3
+
+def in_turn(learner, round):
+    names = [each.name for each in round.learners]
+    return learner.name == names[round.tick // 3 % len(names)]
 """
 
 
@@ -100,6 +111,46 @@ def test_a_run_with_own_methods_ends_with_equal_weights_and_replays(
         if r.kind == "start" and r.process == "learner-0"
     ]
     assert module in header["plugins"]
+
+
+def test_a_run_with_its_own_schedule_and_participation_replays(
+    module: str, make: Make, tmp_path: Path
+) -> None:
+    tables: dict[str, Any] = {
+        "run": {"max_steps": 48, "learners": 2},
+        "sync": {
+            "fragments": 1,
+            "sync_every": 12,
+            "schedule": f"{module}:shorter",
+            "participation": f"{module}:in_turn",
+        },
+    }
+    load_plugins(tables, tmp_path)
+    system = make(**tables)
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i), pause=0.01) for i in range(2)]
+    with training(*trainers):
+        for trainer in trainers:
+            trainer.end()
+        system.wait_finished()
+    results, problems = replay_run(system.folder)
+    assert not problems
+    assert [each for each in results if each.differences] == []
+    records = list(TapeReader(system.folder))
+    ticks = [r.data["tick"] for r in records if r.type == "RoundOpened" and r.data["tick"] < 48]
+    assert ticks == [12, *range(24, 48, 3)]
+    reasons = {r.data["why"] for r in records if r.type == "Send" and "Pull" in str(r.data)}
+    assert "the participation rule includes it" in reasons
+
+
+def test_a_replay_without_the_functions_names_them(module: str, tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"run": {"max_steps": 9}, "sync": {"schedule": "gone:schedule"}}
+    header = {"settings": RunConfig(**tables).public(), "machine": "coordinator"}
+    machine = machine_of({**header, "weights_from_file": False, "state": None})
+    assert isinstance(machine, CoordinatorMachine)
+    machine.state.phase = "running"
+    with pytest.raises(ConfigError, match="schedule 'gone:schedule' is not loaded"):
+        machine.handle(1.0, Received("shard-0", Progress(5, 5)))
 
 
 @pytest.mark.parametrize("join", [System.learner, System.observer])

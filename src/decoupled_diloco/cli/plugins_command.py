@@ -19,6 +19,7 @@ SHIPPED = {
     "codec": tuple(BITS),
     "merge rule": SUMMED_RULES + ROBUST_RULES,
     "outer optimizer": tuple(MOMENTUM_DEFAULTS),
+    "participation rule": ("active", "all", "async"),
     "workload": BUILT_IN,
 }
 """The names of this package's methods and workloads, by kind."""

@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
+from decoupled_diloco.config.plugins import (
+    MissingCodecError,
+    provide_codecs,
+    registered,
+    require_codecs,
+)
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -121,7 +126,10 @@ def options_of(config: RunConfig) -> Options:
         shards=config.syncer.shards,
         grace_margin=sync.grace_margin,
         phases=sync.partition.phases,
-        participants=_PARTICIPANTS[sync.participation],
+        participants=_PARTICIPANTS.get(sync.participation, "reported"),
+        rule=None
+        if sync.participation in _PARTICIPANTS
+        else registered("participation rule", sync.participation),
         alignment=sync.apply.alignment,
         missed=sync.apply.missed,
         apply=_APPLY[sync.apply.when],
@@ -142,6 +150,7 @@ def options_of(config: RunConfig) -> Options:
         threshold=threshold,
         chain=sync.codec.chain,
         adapt=sync.limits,
+        schedule=None if sync.schedule is None else registered("schedule", sync.schedule),
         history=sync.history,
         cohort=devices.cohort,
         draw=devices.draw,

@@ -20,7 +20,9 @@ from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.on_device import moved, placed
-from decoupled_diloco.protocol.messages import Failed, Merge
+from decoupled_diloco.protocol.coordinator_machine import SCHEDULE_FAILED
+from decoupled_diloco.protocol.messages import Failed, Merge, Note
+from decoupled_diloco.protocol.rounds import RULE_FAILED
 from decoupled_diloco.workloads import Batch
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
@@ -136,6 +138,8 @@ class Study:
         merge: Part | None = None,
         outer: Part | None = None,
         codec: Part | None = None,
+        schedule: Part | None = None,
+        participation: Part | None = None,
         sync_every: int | None = None,
         quorum: int | None = None,
         grace_margin: float | None = None,
@@ -150,6 +154,8 @@ class Study:
             merge: The merge rule; see docs/how-to/own-method.md for functions of each kind.
             outer: The outer optimizer. ``settings`` sets ``outer.lr`` and ``outer.options``.
             codec: The uplink codec; a function returns it.
+            schedule: A function that returns `sync_every` during the run.
+            participation: The participation rule.
             sync_every: Steps between two syncs of a fragment.
             quorum: Learners that a merge waits for.
             grace_margin: Share of the slack in which a merge waits for more learners.
@@ -166,7 +172,13 @@ class Study:
                 folder has runs of this name with another method.
             DilocoError: A function fails during a run.
         """
-        chosen = {"merge": merge, "outer": outer, "codec": codec}
+        chosen = {
+            "merge": merge,
+            "outer": outer,
+            "codec": codec,
+            "schedule": schedule,
+            "participation": participation,
+        }
         wanted: dict[str, Any] = {
             "sync.sync_every": sync_every,
             "sync.quorum": quorum,
@@ -267,7 +279,10 @@ class Study:
 
         def watch(process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
             if isinstance(event, Failed) and isinstance(event.order, Merge):
-                failures.append(event.reason)
+                failures.append(f"a merge of {name!r} with seed={seed} failed: {event.reason}")
+            for each in effects:
+                if isinstance(each, Note) and each.text in (RULE_FAILED, SCHEDULE_FAILED):
+                    failures.append(f"{name!r} with seed={seed} failed: {each.why}")
 
         def on_step(learner: Any) -> None:
             advance()
@@ -284,7 +299,7 @@ class Study:
                 method.faults(system)
             outcome = system.run(stop=lambda: system.finished or failures, until=FOREVER_SECONDS)  # type: ignore[arg-type,return-value]
             if failures:
-                raise DilocoError(f"a merge of {name!r} with seed={seed} failed: {failures[0]}")
+                raise DilocoError(failures[0])
             if outcome != "stop":
                 raise DilocoError(
                     f"{name!r} with seed={seed} stalled after {run.tokens} tokens ({outcome}): "

@@ -21,6 +21,8 @@ KINDS = {
     "merge": ("merge rule", "sync.merge.rule"),
     "outer": ("outer optimizer", "outer.optimizer"),
     "codec": ("codec", "sync.codec.uplink"),
+    "schedule": ("schedule", "sync.schedule"),
+    "participation": ("participation rule", "sync.participation"),
 }
 """Each argument of `Study.run` that may be a function: its kind, and its setting."""
 
