@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import decoupled_diloco as dd
 from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.errors import ConfigError, DilocoError
-from decoupled_diloco.protocol.machine_options import Candidate, OpenRound
+from decoupled_diloco.protocol.machine_options import Candidate, RoundView
 from decoupled_diloco.protocol.messages import RoundFinished, RoundOpened
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.study import LearnerSpec, Study, lab_study
@@ -254,7 +254,7 @@ def test_a_schedule_changes_how_often_fragments_are_sent(monkeypatch: pytest.Mon
 
 
 def test_a_participation_rule_chooses_who_contributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_turn(learner: Candidate, round: OpenRound) -> bool:
+    def in_turn(learner: Candidate, round: RoundView) -> bool:
         return learner.name == f"learner-{round.tick // 2 % 2}"
 
     rounds = watched(monkeypatch, RoundFinished)
@@ -305,7 +305,7 @@ def wrong_later(step: int, steps: int | None) -> Any:
     return 4 if step < 14 else 4.5
 
 
-def wrong_in_the_end(learner: Candidate, round: OpenRound) -> Any:
+def wrong_in_the_end(learner: Candidate, round: RoundView) -> Any:
     return None if round.tick > 6 and len(round.learners) == 2 else True
 
 

@@ -21,7 +21,7 @@ from decoupled_diloco.config.plugins import (
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.protocol.machine_options import ApplyAt, Options, Participants
+from decoupled_diloco.protocol.machine_options import ApplyAt, Options
 from decoupled_diloco.protocol.quotas import Quota
 
 if TYPE_CHECKING:
@@ -109,7 +109,6 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else _SHORT.repr(value)
 
 
-_PARTICIPANTS: dict[str, Participants] = {"active": "reported", "all": "all", "async": "own"}
 _APPLY: dict[str, ApplyAt] = {"on_arrival": "on_arrival", "at_overlap": "at_tau"}
 
 
@@ -126,9 +125,9 @@ def options_of(config: RunConfig) -> Options:
         shards=config.syncer.shards,
         grace_margin=sync.grace_margin,
         phases=sync.partition.phases,
-        participants=_PARTICIPANTS.get(sync.participation, "reported"),
+        participants="own" if sync.participation == "async" else "reported",
         rule=None
-        if sync.participation in _PARTICIPANTS
+        if sync.participation == "async"
         else registered("participation rule", sync.participation),
         alignment=sync.apply.alignment,
         missed=sync.apply.missed,

@@ -19,17 +19,27 @@ from types import ModuleType
 from typing import Any
 
 from decoupled_diloco.config.settings import is_own, suggestion
+from decoupled_diloco.config.sync import BITS, MOMENTUM_DEFAULTS, ROBUST_RULES, SUMMED_RULES
 from decoupled_diloco.errors import ConfigError, MethodError
 from decoupled_diloco.protocol.machine_options import Candidate
-from decoupled_diloco.protocol.participation import TriedRound, why_included
+from decoupled_diloco.protocol.participation import RULES, TriedRound, why_included
 
 GROUP = "decoupled_diloco"
-"""The entry-point group by which an installed package provides codecs."""
+"""The entry-point group by which an installed package provides methods."""
 
 _imported: set[str] = set()
 
-_functions: dict[str, Callable[..., Any]] = {}
-"""The schedules and participation rules that were registered, by name."""
+_functions: dict[str, Callable[..., Any]] = {"active": RULES["reported"], "all": RULES["all"]}
+"""Schedules and participation rules, by name: those of this package, and registered ones."""
+
+SHIPPED = {
+    "codec": tuple(BITS),
+    "merge rule": SUMMED_RULES + ROBUST_RULES,
+    "outer optimizer": tuple(MOMENTUM_DEFAULTS),
+    "participation rule": (*_functions, "async"),
+    "schedule": (),
+}
+"""The names of this package's methods, by kind."""
 
 
 class MissingCodecError(ConfigError):
@@ -39,7 +49,9 @@ class MissingCodecError(ConfigError):
 def load_plugins(tables: dict[str, Any], folder: Path) -> None:
     """Import and register everything that a run's file names, and note the folder of modules in it.
 
-    Installed modules come first, then the folder where the command starts, then ``folder``.
+    Installed modules come first, then the folder where the command starts, then ``folder``. A
+    method that an installed package provides by an entry point is replaced by its module and
+    function. Codecs keep their names, by which learners find their own entry points.
 
     Args:
         tables: The tables of the file, unchecked: later the settings reject values that do not fit.
@@ -49,6 +61,7 @@ def load_plugins(tables: dict[str, Any], folder: Path) -> None:
         ConfigError: A module or a function is missing, raises, or does not do what it should.
     """
     run = tables.get("run")
+    _resolve(tables)
     modules = _texts(run.get("imports")) if isinstance(run, dict) else []
     own = {kind: [n for n in names if is_own(n)] for kind, names in _methods_in(tables).items()}
     if not isinstance(run, dict) or not (modules or any(own.values())):
@@ -79,8 +92,6 @@ def require_codecs(settings: Mapping[str, Any]) -> None:
     Raises:
         MissingCodecError: One is neither registered here nor provided by an installed package.
     """
-    from decoupled_diloco.config.sync import BITS
-
     provide_codecs(settings)
     for name in (name for name in _methods_in(settings)["codec"] if name not in BITS):
         from decoupled_diloco.merge.codec import has_codec  # imports torch
@@ -199,6 +210,25 @@ def _methods_in(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     return {kind: list(dict.fromkeys(_texts(names))) for kind, names in found.items()}
 
 
+def _resolve(tables: Mapping[str, Any]) -> None:
+    """Replace the names of entry points, except of codecs, by their values."""
+    sync, outer = (_table(tables, name) for name in ("sync", "outer"))
+    entries = outer.get("by_fragment")
+    entries = entries if isinstance(entries, list | tuple) else []
+    outers = (outer, *(each for each in entries if isinstance(each, dict)))
+    places = [
+        (_table(sync, "merge"), "rule", "merge rule"),
+        *((each, "optimizer", "outer optimizer") for each in outers),
+        (sync, "schedule", "schedule"),
+        (sync, "participation", "participation rule"),
+    ]
+    for table, key, kind in places:
+        name = table.get(key)
+        if isinstance(name, str) and name not in SHIPPED[kind] and not is_own(name):
+            for entry in entry_points(group=GROUP, name=name):
+                table[key] = entry.value  # type: ignore[index]
+
+
 def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = tables.get(name)
     return found if isinstance(found, Mapping) else {}
@@ -260,8 +290,6 @@ def _function(subject: str, name: str) -> Callable[..., Any]:
 
 def _load_provided(names: Iterable[str]) -> None:
     """Register the codecs of these names that installed packages provide."""
-    from decoupled_diloco.config.sync import BITS
-
     wanted = {name for name in names if name not in BITS}
     for entry in entry_points(group=GROUP) if wanted else ():
         for name in wanted & {entry.name, entry.value}:

@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
     step_seconds: float
 
 
-class OpenRound(Protocol):
+class RoundView(Protocol):
     """A round whose window is open, as a participation rule sees it."""
 
     @property
@@ -62,7 +62,7 @@ class OpenRound(Protocol):
         """All live learners that have finished a step, in the order of their names."""
 
 
-Rule = Callable[[Candidate, OpenRound], bool | str]
+Rule = Callable[[Candidate, RoundView], bool | str]
 """A participation rule: returns whether a learner takes part in a round, or the reason why."""
 
 
@@ -124,7 +124,7 @@ class Options:
             copy. Together they have fewer bits.
         adapt: The limits within which H and τ follow the links (rule 20); ``None``: they are fixed.
         schedule: A user's function for H; only the coordinator calls it. ``None``: there is none.
-        rule: A user's participation rule, instead of ``participants``; only shards call it.
+        rule: A participation rule, instead of that of ``participants``; only shards call it.
         error_feedback: Add what a codec leaves out to the next contribution (rule 19).
         history: How many versions the base of a contribution may be behind in a run of devices, and
             how long a shard remembers what it has merged of a device that is away (rule 23);

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from decoupled_diloco.errors import ConfigError, MethodError, a_kind
 from decoupled_diloco.protocol.learner_state import LearnerState, ShardView
-from decoupled_diloco.protocol.machine_options import Candidate, OpenRound, Options, Rule
+from decoupled_diloco.protocol.machine_options import Candidate, Options, RoundView, Rule
 from decoupled_diloco.protocol.syncer_state import FragmentState, Member, Round, SyncerState
 
 TICKS_MARGIN = 0.5
@@ -29,12 +29,12 @@ step.
 """
 
 
-def everyone(learner: Candidate, round: OpenRound) -> bool | str:
+def everyone(learner: Candidate, round: RoundView) -> bool | str:
     """Include all live learners."""
     return "every live learner takes part"
 
 
-def active(learner: Candidate, round: OpenRound) -> bool | str:
+def active(learner: Candidate, round: RoundView) -> bool | str:
     """Include learners that have stepped since the previous tick (rule 3)."""
     if learner.step >= round.tick:
         return f"its step {learner.step} has reached the round's tick {round.tick}"
@@ -50,7 +50,7 @@ RULES: dict[str, Rule] = {"reported": active, "all": everyone}
 
 
 class TriedRound(NamedTuple):
-    """A round without a shard, for the trial of a rule; see `OpenRound`."""
+    """A round without a shard, for the trial of a rule; see `RoundView`."""
 
     fragment: int
     number: int
@@ -59,7 +59,7 @@ class TriedRound(NamedTuple):
 
 
 class SeenRound:
-    """An open round of a shard, with its learners on demand; see `OpenRound`."""
+    """An open round of a shard, with its learners on demand; see `RoundView`."""
 
     def __init__(self, state: SyncerState, round: Round) -> None:
         self._state, self._round = state, round
@@ -83,7 +83,7 @@ class SeenRound:
         )
 
 
-def why_included(rule: Rule, learner: Candidate, round: OpenRound) -> str | None:
+def why_included(rule: Rule, learner: Candidate, round: RoundView) -> str | None:
     """Return why a rule includes a learner; `None`: it does not.
 
     Raises:

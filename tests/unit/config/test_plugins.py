@@ -331,6 +331,31 @@ def test_an_installed_package_provides_a_codec_by_an_entry_point(
     assert read_settings(plain).sync.codec.downlink == word
 
 
+@pytest.mark.parametrize(
+    ("key", "function"),
+    [
+        ("sync.merge.rule", "first"),
+        ("outer.optimizer", "plain"),
+        ("sync.schedule", "steady"),
+        ("sync.participation", "anyone"),
+    ],
+)
+def test_an_installed_package_provides_other_methods_by_an_entry_point(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, function: str
+) -> None:
+    name = write(f"{METHODS}\ndef steady(step, steps): return 24\ndef anyone(l, r): return True\n")
+    info = tmp_path / f"{name}-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text(f"[decoupled_diloco]\nmine = {name}:{function}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nmax_steps = 9\n")
+    config = load_config(path, [f"{key}=mine"])
+    assert attrgetter(key)(config) == f"{name}:{function}"
+    assert name in plugin_versions()
+
+
 def test_a_tape_names_modules_with_version_and_source(tmp_path: Path, write: Write) -> None:
     name = write()
     load_config(run_file(tmp_path, imports=name))
