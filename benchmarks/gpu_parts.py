@@ -336,9 +336,7 @@ def comparison(device: torch.device, *, tiny: bool) -> dict[str, dict[str, float
         found[name] = {"loss": loss(), "seconds": round(time.monotonic() - began, 1)}
         print(name, found[name], flush=True)
 
-    measured(
-        "data-parallel", lambda: trained(workload, steps, learners, learners, at_once=True)["loss"]
-    )
-    measured("alone", lambda: trained(workload, steps, 1, learners, at_once=True)["loss"])
+    measured("data-parallel", lambda: trained(workload, steps, learners, learners)["loss"])
+    measured("alone", lambda: trained(workload, steps, 1, learners)["loss"])
     measured("decoupled", lambda: train_virtually(config, workload=workload).evaluate()["loss"])
     return found
