@@ -272,6 +272,19 @@ def test_the_shipped_participation_rules_are_named(monkeypatch: pytest.MonkeyPat
     assert study.run("all", participation="all") != study.run("active", participation="active")
 
 
+def test_the_method_of_a_recipe_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = watched(monkeypatch, RoundFinished)
+    study = made(steps=40, seeds=1)
+    study.run("diloco", sync_every=10)
+    merged = [round for round in rounds if round.tick < 40]
+    assert [round.tick for round in merged] == [10, 20, 30]
+    assert all(len(round.participants) == 2 for round in merged), "it waits for all learners"
+    study.run("streaming-diloco", settings={"sync.fragments": 2})
+    (row,) = [row for (name, _), row in study._rows.items() if name == "diloco"]
+    assert row["source"]["outer"] == {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+    assert row["source"]["sync"]["merge"] == {"rule": "mean", "weighting": "uniform"}
+
+
 def nan_later(contributions: Tensor, weights: Tensor) -> Tensor:
     merged = weights @ contributions
     return merged * math.nan if len(contributions) == 2 else merged

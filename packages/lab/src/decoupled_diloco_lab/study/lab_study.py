@@ -17,6 +17,7 @@ from torch import nn
 
 from decoupled_diloco.config.method import difference_of
 from decoupled_diloco.config.settings import suggestion
+from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.on_device import moved, placed
@@ -38,7 +39,7 @@ from decoupled_diloco_lab.study.functions import (
     steady,
     train_plainly,
 )
-from decoupled_diloco_lab.study.methods import Method, Part
+from decoupled_diloco_lab.study.methods import Method, Part, settings_of_recipe
 from decoupled_diloco_lab.study.show import curves_svg, print_table, progress
 from decoupled_diloco_lab.study.statistics import ALPHA, Equivalence, gaps, interval, tost
 
@@ -150,7 +151,8 @@ class Study:
 
         Args:
             name: "data-parallel" is the reference, "decoupled" the method with default settings.
-                Any other name needs at least one of the other arguments.
+                The name of a recipe, such as "diloco" or "streaming-diloco", has the recipe's
+                `[sync]` and `[outer]`. Any other name needs at least one of the other arguments.
             merge: The merge rule; see docs/how-to/own-method.md for functions of each kind.
             outer: The outer optimizer. ``settings`` sets ``outer.lr`` and ``outer.options``.
             codec: The uplink codec; a function returns it.
@@ -190,10 +192,13 @@ class Study:
             raise ConfigError(
                 f"name={REFERENCE!r} is the reference, which has no settings: choose another name"
             )
-        if name not in (REFERENCE, DECOUPLED) and not own:
+        recipes = RECIPES.files().keys() - {REFERENCE}
+        if name in recipes:
+            wanted = settings_of_recipe(name, self.learners) | wanted
+        elif name not in (REFERENCE, DECOUPLED) and not own:
             raise ConfigError(
-                f"name={name!r} is not known: {suggestion(name, (REFERENCE, DECOUPLED))} For your "
-                "own method, pass merge=, outer=, codec= or settings= with it"
+                f"name={name!r} is not known: {suggestion(name, (REFERENCE, DECOUPLED, *recipes))} "
+                "For your own method, pass merge=, outer=, codec= or settings= with it"
             )
         method = Method.make(chosen, wanted, faults)
         source = {
