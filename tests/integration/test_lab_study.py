@@ -351,6 +351,52 @@ def test_a_schedule_that_fails_after_the_tried_steps_ends_the_study(
         study.run("mine", schedule=lambda step, steps: 4 if step < 9 else 0)
 
 
+def test_a_learner_that_cannot_start_ends_the_study() -> None:
+    message = r"learner-0 of 'mine' .* 'exp_avg\|momentum_buffer', but no parameter has such"
+    with pytest.raises(DilocoError, match=message):
+        made(seeds=1).run("mine", settings={"sync.moments": {}})  # its optimizer is plain SGD
+
+
+class ShortLater:
+    """Returns a wrong shape in a merge of more than one contribution."""
+
+    def __init__(self, numel: int) -> None:
+        self.vectors: list[Tensor] = []
+
+    def add(self, vector: Tensor, weight: float) -> None:
+        self.vectors.append(vector)
+
+    def result(self) -> Tensor:
+        merged = torch.stack(self.vectors).mean(0)
+        return merged if len(merged) < 9 else merged[1:]
+
+
+class DivergesLater(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if len(parameter) > 9:
+                parameter.data.fill_(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"merge": ShortLater},
+            r"a merge of 'mine' .* returned shape \[\d+\], not a tensor of shape",
+        ),
+        ({"outer": DivergesLater}, r"a merge of 'mine' with seed=0 failed: "),
+        ({"outer": lambda params, lr: 1}, "returned an int without step"),
+        ({"codec": lambda: 3}, "is an int without nbytes, encode, decode"),
+        ({"codec": lambda: 1 / 0}, "its function raises ZeroDivisionError"),
+    ],
+)
+def test_a_method_with_wrong_values_ends_the_study(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(DilocoError, match=message):
+        made(seeds=1).run("mine", settings=SYNC, **given)
+
+
 def ending(learner: int, learners: int, seed: int) -> Iterator[Any]:
     stream = batches(learner, learners, seed)
     return iter([next(stream) for _ in range(5)])

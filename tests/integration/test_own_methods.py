@@ -10,7 +10,8 @@ from uuid import uuid4
 
 import pytest
 
-from decoupled_diloco.config import RunConfig
+from decoupled_diloco.cli.run_commands import TrainOptions
+from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.errors import ConfigError
@@ -141,6 +142,35 @@ def test_a_run_with_its_own_schedule_and_participation_replays(
     assert ticks == [12, *range(24, 48, 3)]
     reasons = {r.data["why"] for r in records if r.type == "Send" and "Pull" in str(r.data)}
     assert "the participation rule includes it" in reasons
+
+
+def test_a_resume_names_a_module_that_has_changed(
+    module: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {
+        "run": {"learners": 1, "max_steps": 8},
+        "outer": {"optimizer": f"{module}:Lion", "momentum": None},
+    }
+    load_plugins(tables, tmp_path)
+    system = make(**tables)
+    system.start()
+    trainer = Trainer(system, "learner-0")
+    with training(trainer):
+        trainer.end()
+        system.wait_finished()
+    config = system.config.model_copy(
+        update={"run": system.config.run.model_copy(update={"imports_from": tmp_path})}
+    )
+    (system.folder / "run.toml").write_text(dump_config(config))
+    resumed = TrainOptions(config=str(system.folder), resume=True)
+    resumed.load()
+    assert module not in capsys.readouterr().out
+    with (tmp_path / f"{module}.py").open("a") as file:
+        file.write("# changed\n")
+    resumed.load()
+    printed = capsys.readouterr().out
+    assert f"module '{module}' has changed since the last start of the run (sha256:" in printed
+    assert "the run continues with the new one" in printed
 
 
 def test_a_replay_without_the_functions_names_them(module: str, tmp_path: Path) -> None:

@@ -302,7 +302,17 @@ class Study:
             system.checks, system.on_step = False, on_step
             if method.faults is not None:
                 method.faults(system)
-            outcome = system.run(stop=lambda: system.finished or failures, until=FOREVER_SECONDS)  # type: ignore[arg-type,return-value]
+            children = system.supervisor.children.values()
+            outcome = system.run(
+                stop=lambda: (
+                    system.finished or bool(failures) or any(child.down for child in children)
+                ),
+                until=FOREVER_SECONDS,
+            )
+            for child in children:
+                if child.down:
+                    words = system.supervisor.last_words(child.name)
+                    failures.append(f"{child.name} of {name!r} with seed={seed} failed: {words}")
             if failures:
                 raise DilocoError(failures[0])
             if outcome != "stop":
