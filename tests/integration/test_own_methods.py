@@ -18,6 +18,8 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.codec import _codecs
 from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
 from decoupled_diloco.protocol.messages import Progress, Received
+from decoupled_diloco.run_model import run_of
+from decoupled_diloco.show.explain import explain_round
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.replay import machine_of, replay_run
 from decoupled_diloco_lab.simulate.weights_replay import replay_weights
@@ -142,6 +144,10 @@ def test_a_run_with_its_own_schedule_and_participation_replays(
     assert ticks == [12, *range(24, 48, 3)]
     reasons = {r.data["why"] for r in records if r.type == "Send" and "Pull" in str(r.data)}
     assert "the participation rule includes it" in reasons
+    explained = explain_round(run_of(records), 1)
+    assert any(
+        "without a request: the participation rule did not include it" in x for x in explained
+    )
 
 
 def test_a_resume_names_a_module_that_has_changed(
