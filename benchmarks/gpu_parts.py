@@ -336,15 +336,10 @@ def comparison(device: torch.device, *, tiny: bool) -> dict[str, dict[str, float
         found[name] = {"loss": loss(), "seconds": round(time.monotonic() - began, 1)}
         print(name, found[name], flush=True)
 
-    measured(
-        "data-parallel",
-        lambda: workload.evaluate(trained(workload, steps, learners, learners, at_once=True))[
-            "loss"
-        ],
-    )
-    measured(
-        "alone",
-        lambda: workload.evaluate(trained(workload, steps, 1, learners, at_once=True))["loss"],
-    )
+    def reference(parts: int) -> float:
+        return workload.evaluate(trained(workload, steps, parts, learners))["loss"]
+
+    measured("data-parallel", lambda: reference(learners))
+    measured("alone", lambda: reference(1))
     measured("decoupled", lambda: train_virtually(config, workload=workload).evaluate()["loss"])
     return found

@@ -17,14 +17,14 @@ import torch
 from evidence import keep, options
 from virtual import LEARNERS, SEQUENCES, SIZE, Cell, gap_percent
 
+from decoupled_diloco.config.toml_files import RECIPES, read_run_tables
+
+STREAMING = read_run_tables(RECIPES.files()["streaming-diloco"])
 SYNCHRONOUS = {
+    **{key: STREAMING["sync"][key] for key in ("grace_margin", "wait", "apply", "merge")},
     "quorum": LEARNERS,
-    "grace_margin": 0.0,
-    "wait": "at_overlap",
-    "apply": {"when": "at_overlap", "alignment": "blend", "blend_alpha": 0.5},
-    "merge": {"rule": "mean"},
 }
-STREAMING_OUTER = {"lr": 0.4, "momentum": 0.9}
+STREAMING_OUTER = {key: STREAMING["outer"][key] for key in ("lr", "momentum")}
 DATA_PARALLEL, DECOUPLED = "data-parallel (= one learner at batch B)", "decoupled M=4"
 SYSTEMS = {
     DATA_PARALLEL: Cell(plain=True),

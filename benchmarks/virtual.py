@@ -29,6 +29,7 @@ from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.simulate.training import FOREVER_SECONDS, virtual_run
+from decoupled_diloco_lab.study.functions import train_plainly
 from decoupled_diloco_lab.study.statistics import interval as student
 
 Row = dict[str, Any]
@@ -83,27 +84,10 @@ class Watch:
         return 100 * sum(self.folded[name] for name in names) / (self.rounds * len(names))
 
 
-def trained(
-    workload: Workload, steps: int, parts: int, of: int, *, at_once: bool = False
-) -> nn.Module:
-    """Return the model after a plain training loop over some parts of the data.
-
-    With ``at_once``, a step takes the batches of all parts as one batch.
-    """
+def trained(workload: Workload, steps: int, parts: int, of: int) -> nn.Module:
+    """Return the model after a plain training loop over some parts of the data."""
     model = workload.model()
-    optimizer = workload.optimizer(model)
-    streams = [workload.batches(part, of) for part in range(parts)]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for step in range(steps):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * workload.schedule(step)
-        batches = [next(stream) for stream in streams]
-        if at_once:
-            batches = [tuple(map(torch.cat, zip(*batches, strict=True)))]
-        for batch in batches:
-            (workload.loss(model, batch) / len(batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_plainly(workload, model, steps, range(parts), of)
     return model
 
 

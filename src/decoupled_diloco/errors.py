@@ -10,6 +10,7 @@ DilocoError
 │   └── RunEndedError  no process listens anymore, and the run folder records the run's end
 ├── StorageError     a file is missing, torn or has another format, or the disk is full
 ├── MergeError       tensors cannot be merged: wrong size, not finite, no weight
+├── MethodError      a custom schedule or participation rule fails; the run continues without it
 └── LeaseError       another process leads this shard now: this one exits; exit code 8
 ```
 
@@ -70,6 +71,10 @@ class MergeError(DilocoError):
     """Tensors cannot be merged."""
 
     exit_code = 7
+
+
+class MethodError(DilocoError):
+    """A custom schedule or participation rule raises an exception or returns another type."""
 
 
 class LeaseError(DilocoError):

@@ -71,3 +71,15 @@ def test_the_full_loop_continues_after_a_restart(tmp_path: Path) -> None:
     assert steps == sorted(steps), "the schedule started again"
     losses = re.findall(r"held out ([\d.]+)", first.read_text() + second.read_text())
     assert float(losses[-1]) < float(losses[0])
+
+
+def test_the_study_compares_the_strategies_of_exo_gym(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["study_digits.py", "--steps", "24"])
+    runpy.run_path(str(ROOT / "examples" / "study_digits.py"), run_name="__main__")
+    _, *rows, seeds = capsys.readouterr().out.splitlines()
+    names = ["data-parallel", "diloco", "streaming-diloco", "decoupled"]
+    assert [row.split()[0] for row in rows] == names
+    assert all(float(row.split()[1]) < 2.3 for row in rows), "each has learned something"
+    assert seeds == "2 seeds"

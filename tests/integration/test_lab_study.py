@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import decoupled_diloco as dd
 from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.errors import ConfigError, DilocoError
+from decoupled_diloco.protocol.machine_options import Candidate, RoundView
+from decoupled_diloco.protocol.messages import RoundFinished, RoundOpened
 from decoupled_diloco_lab.simulate.system import System
-from decoupled_diloco_lab.study import LearnerSpec, Study
+from decoupled_diloco_lab.study import LearnerSpec, Study, lab_study
 from decoupled_diloco_lab.study.functions import StudyWorkload
 
 TRUTH = torch.linspace(-1, 1, 8)
@@ -220,9 +222,76 @@ def test_a_study_does_not_disturb_the_program() -> None:
     torch.set_num_threads(1)
 
 
+def fewer_steps_later(step: int, steps: int | None) -> int:
+    assert steps == 40
+    return 8 if step < 20 else 2
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Any]:
+    """Return a list that receives the orders of this kind in later studies."""
+    found: list[Any] = []
+    run = lab_study.virtual_run
+
+    def recorded(*args: Any, **given: Any) -> Any:
+        made = run(*args, **given)
+        made.system.recorders.append(
+            lambda process, now, event, effects: found.extend(
+                each for each in effects if isinstance(each, kind)
+            )
+        )
+        return made
+
+    monkeypatch.setattr(lab_study, "virtual_run", recorded)
+    return found
+
+
+def test_a_schedule_changes_how_often_fragments_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = watched(monkeypatch, RoundOpened)
+    settings = {"sync.fragments": 2, "sync.overlap_steps": 1}
+    made(steps=40, seeds=1).run("mine", schedule=fewer_steps_later, settings=settings)
+    ticks = [round.tick for round in rounds if round.tick < 40]
+    assert ticks == [4, 8, 12, 16, *range(20, 40)]
+
+
+def test_a_participation_rule_chooses_who_contributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_turn(learner: Candidate, round: RoundView) -> bool:
+        return learner.name == f"learner-{round.tick // 2 % 2}"
+
+    rounds = watched(monkeypatch, RoundFinished)
+    made(steps=40, seeds=1).run("mine", participation=in_turn, settings=SYNC)
+    took_part = {
+        round.tick: {each.learner for each in round.participants if each.state == "folded"}
+        for round in rounds
+        if round.tick < 40
+    }
+    assert took_part == {tick: {f"learner-{tick // 2 % 2}"} for tick in range(2, 40, 2)}
+
+
+def test_the_shipped_participation_rules_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = made(seeds=1, learners=[LearnerSpec("learner-0"), LearnerSpec("learner-1", 3.0)])
+    assert study.run("all", participation="all") != study.run("active", participation="active")
+
+
+def test_the_method_of_a_recipe_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = watched(monkeypatch, RoundFinished)
+    study = made(steps=40, seeds=1)
+    study.run("diloco", sync_every=10)
+    merged = [round for round in rounds if round.tick < 40]
+    assert [round.tick for round in merged] == [10, 20, 30]
+    assert all(len(round.participants) == 2 for round in merged), "it waits for all learners"
+    study.run("streaming-diloco", settings={"sync.fragments": 2})
+    (row,) = [row for (name, _), row in study._rows.items() if name == "diloco"]
+    assert row["source"]["outer"] == {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9}
+    assert row["source"]["sync"]["merge"] == {"rule": "mean", "weighting": "uniform"}
+
+
 def nan_later(contributions: Tensor, weights: Tensor) -> Tensor:
     merged = weights @ contributions
     return merged * math.nan if len(contributions) == 2 else merged
+
+
+def nan_from_the_start(contributions: Tensor, weights: Tensor) -> Tensor:
+    return math.nan * contributions[0]
 
 
 def raises_later(contributions: Tensor, weights: Tensor) -> Tensor:
@@ -236,12 +305,96 @@ def raises_later(contributions: Tensor, weights: Tensor) -> Tensor:
     [
         (nan_later, r"a merge of 'mine' with seed=0 failed: .*:nan_later_\w+' returned a value"),
         (raises_later, r"a merge of 'mine' .*:raises_later_\w+' raises ValueError\('two are comp"),
+        (nan_from_the_start, r"fails for 1 contributions of 1 elements: .* is not finite"),
         (lambda c, w: w @ c[:, :0], r"fails for 1 contributions of 1 elements: .* shape \[0\]"),
     ],
 )
 def test_a_rule_that_fails_ends_the_study(rule: Any, message: str) -> None:
     with pytest.raises(DilocoError, match=message):
         made().run("mine", merge=rule)
+
+
+def wrong_later(step: int, steps: int | None) -> Any:
+    return 4 if step < 14 else 4.5
+
+
+def wrong_in_the_end(learner: Candidate, round: RoundView) -> Any:
+    return None if round.tick > 6 and len(round.learners) == 2 else True
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"schedule": wrong_later}, r"schedule=.*wrong_later.* returned 4.5 for step=14, steps=14"),
+        ({"schedule": lambda step, steps: 1 / step}, "schedule raises ZeroDivisionError"),
+        ({"schedule": lambda step, steps: 1}, "overlap_steps=1 in .* is not below sync_every=1"),
+        ({"participation": lambda learner: True}, "takes 1 positional argument but 2 were given"),
+        ({"participation": lambda learner, round: 1}, "returned an int for learner-0: return True"),
+        ({"participation": wrong_in_the_end}, r"'mine' with seed=0 failed: .* returned a NoneType"),
+        ({"participation": "al"}, "participation='al' in .* is not known: did you mean 'all'"),
+    ],
+)
+def test_a_schedule_or_a_participation_rule_that_fails_ends_the_study(
+    given: dict[str, Any], message: str
+) -> None:
+    settings = {"sync.fragments": 2, "sync.overlap_steps": 1}
+    with pytest.raises(DilocoError, match=message):
+        made(steps=14, seeds=1).run("mine", settings=settings, **given)
+
+
+def test_a_schedule_that_fails_after_the_tried_steps_ends_the_study(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decoupled_diloco.config.run.SCHEDULE_STEPS_TRIED", 5)
+    study = made(learners=[LearnerSpec("learner-0"), LearnerSpec("learner-1")], seeds=1, steps=20)
+    with pytest.raises(DilocoError, match="failed: schedule returned 0 for step=9, steps=None"):
+        study.run("mine", schedule=lambda step, steps: 4 if step < 9 else 0)
+
+
+def test_a_learner_that_cannot_start_ends_the_study() -> None:
+    message = r"learner-0 of 'mine' .* 'exp_avg\|momentum_buffer', but no parameter has such"
+    with pytest.raises(DilocoError, match=message):
+        made(seeds=1).run("mine", settings={"sync.moments": {}})  # its optimizer is plain SGD
+
+
+class ShortLater:
+    """Returns a wrong shape in a merge of more than one contribution."""
+
+    def __init__(self, numel: int) -> None:
+        self.vectors: list[Tensor] = []
+
+    def add(self, vector: Tensor, weight: float) -> None:
+        self.vectors.append(vector)
+
+    def result(self) -> Tensor:
+        merged = torch.stack(self.vectors).mean(0)
+        return merged if len(merged) < 9 else merged[1:]
+
+
+class DivergesLater(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if len(parameter) > 9:
+                parameter.data.fill_(math.nan)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"merge": ShortLater},
+            r"a merge of 'mine' .* returned shape \[\d+\], not a tensor of shape",
+        ),
+        ({"outer": DivergesLater}, r"a merge of 'mine' with seed=0 failed: "),
+        ({"outer": lambda params, lr: 1}, "returned an int without step"),
+        ({"codec": lambda: 3}, "is an int without nbytes, encode, decode"),
+        ({"codec": lambda: 1 / 0}, "its function raises ZeroDivisionError"),
+    ],
+)
+def test_a_method_with_wrong_values_ends_the_study(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(DilocoError, match=message):
+        made(seeds=1).run("mine", settings=SYNC, **given)
 
 
 def ending(learner: int, learners: int, seed: int) -> Iterator[Any]:

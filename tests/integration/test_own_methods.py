@@ -10,11 +10,18 @@ from uuid import uuid4
 
 import pytest
 
+from decoupled_diloco.cli.run_commands import TrainOptions
+from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.codec import _codecs
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
+from decoupled_diloco.protocol.messages import Progress, Received
+from decoupled_diloco.run_model import run_of
+from decoupled_diloco.show.explain import explain_round
 from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.replay import machine_of, replay_run
 from decoupled_diloco_lab.simulate.weights_replay import replay_weights
 from integration.real_system import Model, System, Trainer, equal, parameters, training
 
@@ -49,6 +56,13 @@ class Lion(torch.optim.Optimizer):
             m = self.state[p].setdefault("m", torch.zeros_like(p))
             m.lerp_(p.grad, 0.5)
             p.sub_(m, alpha=self.param_groups[0]["lr"])
+
+def shorter(step, steps):
+    return 12 if step < steps // 2 else 3
+
+def in_turn(learner, round):
+    names = [each.name for each in round.learners]
+    return learner.name == names[round.tick // 3 % len(names)]
 """
 
 
@@ -100,6 +114,79 @@ def test_a_run_with_own_methods_ends_with_equal_weights_and_replays(
         if r.kind == "start" and r.process == "learner-0"
     ]
     assert module in header["plugins"]
+
+
+def test_a_run_with_its_own_schedule_and_participation_replays(
+    module: str, make: Make, tmp_path: Path
+) -> None:
+    tables: dict[str, Any] = {
+        "run": {"max_steps": 48, "learners": 2},
+        "sync": {
+            "fragments": 1,
+            "sync_every": 12,
+            "schedule": f"{module}:shorter",
+            "participation": f"{module}:in_turn",
+        },
+    }
+    load_plugins(tables, tmp_path)
+    system = make(**tables)
+    system.start()
+    trainers = [Trainer(system, f"learner-{i}", Model(seed=i), pause=0.01) for i in range(2)]
+    with training(*trainers):
+        for trainer in trainers:
+            trainer.end()
+        system.wait_finished()
+    results, problems = replay_run(system.folder)
+    assert not problems
+    assert [each for each in results if each.differences] == []
+    records = list(TapeReader(system.folder))
+    ticks = [r.data["tick"] for r in records if r.type == "RoundOpened" and r.data["tick"] < 48]
+    assert ticks == [12, *range(24, 48, 3)]
+    reasons = {r.data["why"] for r in records if r.type == "Send" and "Pull" in str(r.data)}
+    assert "the participation rule includes it" in reasons
+    explained = explain_round(run_of(records), 1)
+    assert any(
+        "without a request: the participation rule did not include it" in x for x in explained
+    )
+
+
+def test_a_resume_names_a_module_that_has_changed(
+    module: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {
+        "run": {"learners": 1, "max_steps": 8},
+        "outer": {"optimizer": f"{module}:Lion", "momentum": None},
+    }
+    load_plugins(tables, tmp_path)
+    system = make(**tables)
+    system.start()
+    trainer = Trainer(system, "learner-0")
+    with training(trainer):
+        trainer.end()
+        system.wait_finished()
+    config = system.config.model_copy(
+        update={"run": system.config.run.model_copy(update={"imports_from": tmp_path})}
+    )
+    (system.folder / "run.toml").write_text(dump_config(config))
+    resumed = TrainOptions(config=str(system.folder), resume=True)
+    resumed.load()
+    assert module not in capsys.readouterr().out
+    with (tmp_path / f"{module}.py").open("a") as file:
+        file.write("# changed\n")
+    resumed.load()
+    printed = capsys.readouterr().out
+    assert f"module '{module}' has changed since the last start of the run (sha256:" in printed
+    assert "the run continues with the new one" in printed
+
+
+def test_a_replay_without_the_functions_names_them(module: str, tmp_path: Path) -> None:
+    tables: dict[str, Any] = {"run": {"max_steps": 9}, "sync": {"schedule": "gone:schedule"}}
+    header = {"settings": RunConfig(**tables).public(), "machine": "coordinator"}
+    machine = machine_of({**header, "weights_from_file": False, "state": None})
+    assert isinstance(machine, CoordinatorMachine)
+    machine.state.phase = "running"
+    with pytest.raises(ConfigError, match="schedule 'gone:schedule' is not loaded"):
+        machine.handle(1.0, Received("shard-0", Progress(5, 5)))
 
 
 @pytest.mark.parametrize("join", [System.learner, System.observer])

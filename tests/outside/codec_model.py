@@ -196,13 +196,17 @@ def parts(values: Sequence[float], size: int) -> list[list[float]]:
     return [full[at : at + size] for at in range(0, len(full), size)]
 
 
-def scales(name: str, group: Sequence[float]) -> set[float]:
-    """Return the possible scales of a group: two if the rounding of a sum may matter."""
+def scales(name: str, group: Sequence[float], count: int) -> set[float]:
+    """Return the possible scales of a group: two if the rounding of a sum may matter.
+
+    Args:
+        count: The group's elements, without the zeros after them.
+    """
     sizes = [abs(x) for x in group]
     if name != "int2":
         found = {bf16_up(fp32(max(sizes) * fp32(1 / TOP[name])))}
     else:
-        exact = 1.25 * average(sizes)
+        exact = 1.25 * average(sizes[:count])
         found = {bf16_near(exact * (1 + part)) for part in (-ROUNDING, ROUNDING)}
     return {0.0 if scale < NO_SCALE else scale for scale in found}
 
@@ -233,9 +237,9 @@ def by_level(name: str) -> tuple[list[float], dict[float, set[int]]]:
     return sorted(found), found
 
 
-def group_is_right(name: str, group: Sequence[float], record: Group) -> bool:
-    """Whether a finite group may have this record."""
-    if record.scale not in scales(name, group):
+def group_is_right(name: str, group: Sequence[float], record: Group, count: int) -> bool:
+    """Whether a finite group of ``count`` elements may have this record."""
+    if record.scale not in scales(name, group, count):
         return False
     if record.scale == 0:
         return True  # any codes decode to zero
@@ -243,8 +247,8 @@ def group_is_right(name: str, group: Sequence[float], record: Group) -> bool:
     return all(code in codes(name, x, record.scale) for x, code in pairs)
 
 
-def chunk_is_right(name: str, chunk: Sequence[float], record: Chunk) -> bool:
-    """Whether a finite chunk may have this record."""
+def chunk_is_right(name: str, chunk: Sequence[float], record: Chunk, count: int) -> bool:
+    """Whether a finite chunk may have this record, whatever its number of elements is."""
     sizes = [abs(chunk[index]) for index in record.indices]
     if sorted(sizes) != sorted(map(abs, chunk))[-kept(name) :]:
         return False

@@ -11,19 +11,10 @@ import typer
 from decoupled_diloco._version import __version__
 from decoupled_diloco.cli.command_line import CommandOptions, command
 from decoupled_diloco.cli.shared_options import make_console
-from decoupled_diloco.config.plugins import GROUP
-from decoupled_diloco.config.sync import BITS, MOMENTUM_DEFAULTS, ROBUST_RULES, SUMMED_RULES
+from decoupled_diloco.config.plugins import GROUP, SHIPPED
 from decoupled_diloco.workloads import BUILT_IN
 
-SHIPPED = {
-    "codec": tuple(BITS),
-    "merge rule": SUMMED_RULES + ROBUST_RULES,
-    "outer optimizer": tuple(MOMENTUM_DEFAULTS),
-    "workload": BUILT_IN,
-}
-"""The names of this package's methods and workloads, by kind."""
-
-KINDS = {GROUP: "codec"} | {f"{GROUP}.{kind}s": kind for kind in ("workload", "command", "module")}
+KINDS = {GROUP: "method"} | {f"{GROUP}.{kind}s": kind for kind in ("workload", "command", "module")}
 """The kind of each entry-point group."""
 
 
@@ -42,10 +33,11 @@ class PluginsOptions(CommandOptions):
 
 @command(PluginsOptions)
 def plugins(options: PluginsOptions) -> None:
-    """List codecs, merge rules, outer optimizers, workloads and commands, with their versions.
+    """List methods, workloads and commands that a run can use, with their versions.
 
-    Those of this package come first, then those of other installed packages. Any class of
-    torch.optim is an outer optimizer, too.
+    A method is a codec, merge rule, outer optimizer, participation rule or schedule. Those of this
+    package come first, then those of other installed packages. Any class of torch.optim is an outer
+    optimizer, too.
     """
     found = [*_shipped(), *_installed()]
     console = make_console()
@@ -62,7 +54,7 @@ def plugins(options: PluginsOptions) -> None:
 
 
 def _shipped() -> Iterator[Plugin]:
-    for kind, names in SHIPPED.items():
+    for kind, names in {**SHIPPED, "workload": BUILT_IN}.items():
         yield from (Plugin(kind, name, __version__, GROUP) for name in names)
 
 

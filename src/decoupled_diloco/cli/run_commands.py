@@ -48,6 +48,28 @@ if TYPE_CHECKING:
 RESUME_EXAMPLE = "ddiloco train --resume runs/quickstart"
 
 
+def changed_methods(folder: Path) -> list[str]:
+    """Return a sentence for each module of a run's methods that is not as at its last start."""
+    from decoupled_diloco.config.plugins import plugin_versions
+
+    present = plugin_versions()
+    if not present:
+        return []
+    from decoupled_diloco.tape import TapeReader
+
+    before: dict[str, str] = {}
+    for record in TapeReader(folder):
+        if record.kind == "start":
+            before |= record.data["header"].get("plugins", {})
+    return [
+        f"module {name!r} has changed since the last start of the run ({before[name]} before, "
+        f"{version} now): the run continues with the new one, and its earlier part needs the other "
+        "one for a replay"
+        for name, version in present.items()
+        if before.get(name, version) != version
+    ]
+
+
 class TrainOptions(CommandOptions):
     """Options of `ddiloco train`."""
 
@@ -74,7 +96,10 @@ class TrainOptions(CommandOptions):
                     f"copied state {state.number}, taken {when} ago on {state.host}: {folder}"
                 )
                 run = str(folder)
-            return load_resumed(Path(run), settings)
+            config = load_resumed(Path(run), settings)
+            for line in changed_methods(Path(run)):
+                typer.echo(line)
+            return config
         if is_store(self.config):
             fail(f"{self.config} is an object store: add --resume to continue the run in it")
         if not self.config:

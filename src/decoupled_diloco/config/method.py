@@ -12,11 +12,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
+from decoupled_diloco.config.plugins import (
+    MissingCodecError,
+    provide_codecs,
+    registered,
+    require_codecs,
+)
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.protocol.machine_options import ApplyAt, Options, Participants
+from decoupled_diloco.protocol.machine_options import ApplyAt, Options
 from decoupled_diloco.protocol.quotas import Quota
 
 if TYPE_CHECKING:
@@ -104,7 +109,6 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else _SHORT.repr(value)
 
 
-_PARTICIPANTS: dict[str, Participants] = {"active": "reported", "all": "all", "async": "own"}
 _APPLY: dict[str, ApplyAt] = {"on_arrival": "on_arrival", "at_overlap": "at_tau"}
 
 
@@ -121,7 +125,10 @@ def options_of(config: RunConfig) -> Options:
         shards=config.syncer.shards,
         grace_margin=sync.grace_margin,
         phases=sync.partition.phases,
-        participants=_PARTICIPANTS[sync.participation],
+        participants="own" if sync.participation == "async" else "reported",
+        rule=None
+        if sync.participation == "async"
+        else registered("participation rule", sync.participation),
         alignment=sync.apply.alignment,
         missed=sync.apply.missed,
         apply=_APPLY[sync.apply.when],
@@ -142,6 +149,7 @@ def options_of(config: RunConfig) -> Options:
         threshold=threshold,
         chain=sync.codec.chain,
         adapt=sync.limits,
+        schedule=None if sync.schedule is None else registered("schedule", sync.schedule),
         history=sync.history,
         cohort=devices.cohort,
         draw=devices.draw,

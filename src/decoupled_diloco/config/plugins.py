@@ -1,4 +1,4 @@
-"""The user's own methods: modules to import, and codecs, outer optimizers and merge rules by name.
+"""The user's own methods: modules to import, and functions of each kind by name.
 
 Only a run's own file, which the user gives to a command, causes an import: `load_config` calls
 `load_plugins`. Settings that another process sent never do. They can only select a codec that this
@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -18,12 +19,27 @@ from types import ModuleType
 from typing import Any
 
 from decoupled_diloco.config.settings import is_own, suggestion
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.config.sync import BITS, MOMENTUM_DEFAULTS, ROBUST_RULES, SUMMED_RULES
+from decoupled_diloco.errors import ConfigError, MethodError
+from decoupled_diloco.protocol.machine_options import Candidate
+from decoupled_diloco.protocol.participation import RULES, TriedRound, why_included
 
 GROUP = "decoupled_diloco"
-"""The entry-point group by which an installed package provides codecs."""
+"""The entry-point group by which an installed package provides methods."""
 
 _imported: set[str] = set()
+
+_functions: dict[str, Callable[..., Any]] = {"active": RULES["reported"], "all": RULES["all"]}
+"""Schedules and participation rules, by name: those of this package, and registered ones."""
+
+SHIPPED = {
+    "codec": tuple(BITS),
+    "merge rule": SUMMED_RULES + ROBUST_RULES,
+    "outer optimizer": tuple(MOMENTUM_DEFAULTS),
+    "participation rule": (*_functions, "async"),
+    "schedule": (),
+}
+"""The names of this package's methods, by kind."""
 
 
 class MissingCodecError(ConfigError):
@@ -33,7 +49,9 @@ class MissingCodecError(ConfigError):
 def load_plugins(tables: dict[str, Any], folder: Path) -> None:
     """Import and register everything that a run's file names, and note the folder of modules in it.
 
-    Installed modules come first, then the folder where the command starts, then ``folder``.
+    Installed modules come first, then the folder where the command starts, then ``folder``. A
+    method that an installed package provides by an entry point is replaced by its module and
+    function. Codecs keep their names, by which learners find their own entry points.
 
     Args:
         tables: The tables of the file, unchecked: later the settings reject values that do not fit.
@@ -43,6 +61,7 @@ def load_plugins(tables: dict[str, Any], folder: Path) -> None:
         ConfigError: A module or a function is missing, raises, or does not do what it should.
     """
     run = tables.get("run")
+    _resolve(tables)
     modules = _texts(run.get("imports")) if isinstance(run, dict) else []
     own = {kind: [n for n in names if is_own(n)] for kind, names in _methods_in(tables).items()}
     if not isinstance(run, dict) or not (modules or any(own.values())):
@@ -73,8 +92,6 @@ def require_codecs(settings: Mapping[str, Any]) -> None:
     Raises:
         MissingCodecError: One is neither registered here nor provided by an installed package.
     """
-    from decoupled_diloco.config.sync import BITS
-
     provide_codecs(settings)
     for name in (name for name in _methods_in(settings)["codec"] if name not in BITS):
         from decoupled_diloco.merge.codec import has_codec  # imports torch
@@ -114,10 +131,11 @@ def register_method(kind: str, name: str, function: Callable[..., Any]) -> None:
     """Register a function of this program, after a trial, for runs in this process.
 
     Args:
-        kind: "codec", "outer optimizer" or "merge rule".
+        kind: "codec", "outer optimizer", "merge rule", "schedule" or "participation rule".
         name: Its name in configurations and on the tape, of the form ``"module:function"``.
-        function: See `merge.register_own_codec`, `merge.register_own_outer` and
-            `merge.rules.register_rule`.
+        function: See `merge.register_own_codec`, `merge.register_own_outer`,
+            `merge.rules.register_rule`, `protocol.adapt.Schedule` and
+            `protocol.machine_options.Rule`.
 
     Raises:
         ConfigError: The function fails its trial.
@@ -133,6 +151,31 @@ def method_named(name: str) -> Callable[..., Any]:
         ConfigError: The module or the function is missing.
     """
     return _function(f"method {name!r}", name)
+
+
+def registered(kind: str, name: str) -> Callable[..., Any]:
+    """Return a registered schedule or participation rule.
+
+    Learners never call these functions, so they need not have them.
+
+    Returns:
+        The function. If this process has not loaded it, one that raises `ConfigError`.
+    """
+    return _functions.get(name, NotLoaded(kind, name))
+
+
+@dataclass(frozen=True)
+class NotLoaded:
+    """Stands for a method that this process has not loaded."""
+
+    kind: str
+    name: str
+
+    def __call__(self, *_: object) -> Any:
+        raise ConfigError(
+            f"{self.kind} {self.name!r} is not loaded in this process: load the run's file with "
+            "decoupled_diloco.config.load_config"
+        )
 
 
 def plugin_versions() -> dict[str, str]:
@@ -157,8 +200,33 @@ def _methods_in(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     codecs = [*_texts(codec.get("uplink")), codec.get("uplink"), codec.get("downlink")]
     outers = [outer.get("optimizer")]
     outers += [each.get("optimizer") for each in entries if isinstance(each, Mapping)]
-    found = {"codec": codecs, "outer optimizer": outers, "merge rule": [merge.get("rule")]}
+    found = {
+        "codec": codecs,
+        "outer optimizer": outers,
+        "merge rule": [merge.get("rule")],
+        "schedule": [sync.get("schedule")],
+        "participation rule": [sync.get("participation")],
+    }
     return {kind: list(dict.fromkeys(_texts(names))) for kind, names in found.items()}
+
+
+def _resolve(tables: Mapping[str, Any]) -> None:
+    """Replace the names of entry points, except of codecs, by their values."""
+    sync, outer = (_table(tables, name) for name in ("sync", "outer"))
+    entries = outer.get("by_fragment")
+    entries = entries if isinstance(entries, list | tuple) else []
+    outers = (outer, *(each for each in entries if isinstance(each, dict)))
+    places = [
+        (_table(sync, "merge"), "rule", "merge rule"),
+        *((each, "optimizer", "outer optimizer") for each in outers),
+        (sync, "schedule", "schedule"),
+        (sync, "participation", "participation rule"),
+    ]
+    for table, key, kind in places:
+        name = table.get(key)
+        if isinstance(name, str) and name not in SHIPPED[kind] and not is_own(name):
+            for entry in entry_points(group=GROUP, name=name):
+                table[key] = entry.value  # type: ignore[index]
 
 
 def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -222,8 +290,6 @@ def _function(subject: str, name: str) -> Callable[..., Any]:
 
 def _load_provided(names: Iterable[str]) -> None:
     """Register the codecs of these names that installed packages provide."""
-    from decoupled_diloco.config.sync import BITS
-
     wanted = {name for name in names if name not in BITS}
     for entry in entry_points(group=GROUP) if wanted else ():
         for name in wanted & {entry.name, entry.value}:
@@ -256,10 +322,24 @@ def _register_rule(name: str, function: Callable[..., Any]) -> None:
     register_rule(name, function)
 
 
+def _register_participation(name: str, function: Callable[..., Any]) -> None:
+    learners = [Candidate(f"learner-{i}", 8 - i, i < 2, i > 1, 1.0) for i in range(4)]
+    for count in (1, 4):
+        round = TriedRound(0, 1, 8, learners[:count])
+        try:
+            for each in round.learners:
+                why_included(function, each, round)
+        except MethodError as error:
+            raise ConfigError(f"{name!r}: {error}: correct the function") from error
+    _functions[name] = function
+
+
 _REGISTER = {
     "codec": _register_codec,
     "outer optimizer": _register_outer,
     "merge rule": _register_rule,
+    "schedule": _functions.__setitem__,  # `RunConfig` tries it with the steps of the run
+    "participation rule": _register_participation,
 }
 
 

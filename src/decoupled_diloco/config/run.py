@@ -21,6 +21,7 @@ from pydantic import (
 
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
+from decoupled_diloco.config.plugins import NotLoaded, registered
 from decoupled_diloco.config.privacy import (
     THRESHOLD_MIN,
     UNUSED_BY_SUMS,
@@ -31,7 +32,11 @@ from decoupled_diloco.config.privacy import (
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import SUMMED_RULES, OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, MethodError
+from decoupled_diloco.protocol.adapt import period_at
+
+SCHEDULE_STEPS_TRIED = 10_000
+"""The number of steps for which a schedule is called before the run starts."""
 
 MEMBERS_MAX = 4_000
 """The largest cohort of a secure sum: its keys must fit into one message of 1 MiB."""
@@ -704,6 +709,36 @@ class RunConfig(Settings):
         if isinstance(run, dict) and "evaluate_command" not in run:
             data = {**data, "run": {"evaluator": False, **run}}
         return {"workload": None, **data}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_with_schedule(cls, data: Any) -> Any:
+        """Set `sync_every` to what the schedule returns for step 0."""
+        sync, run = (data.get(name) if isinstance(data, dict) else None for name in ("sync", "run"))
+        if not (isinstance(sync, dict) and isinstance(run, dict)) or "sync_every" in sync:
+            return data
+        schedule, steps = registered("schedule", str(sync.get("schedule"))), run.get("max_steps")
+        if isinstance(schedule, NotLoaded) or not isinstance(steps, int | None):
+            return data
+        try:
+            period = period_at(schedule, 0, steps)
+        except MethodError as error:
+            raise ConfigError(f"schedule={sync['schedule']!r} in [sync]: {error}") from None
+        return {**data, "sync": {**sync, "sync_every": period}}
+
+    @model_validator(mode="after")
+    def _try_schedule(self) -> RunConfig:
+        """Call the schedule for the steps of the run, so that a mistake shows before it starts."""
+        schedule, steps = registered("schedule", str(self.sync.schedule)), self.run.max_steps
+        if isinstance(schedule, NotLoaded):
+            return self
+        last = SCHEDULE_STEPS_TRIED if steps is None else steps
+        try:
+            for step in range(0, last + 1, max(1, last // SCHEDULE_STEPS_TRIED)):
+                period_at(schedule, step, steps, self.sync.overlap_steps)
+        except MethodError as error:
+            raise ConfigError(f"schedule={self.sync.schedule!r} in [sync]: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _check_command(self) -> RunConfig:

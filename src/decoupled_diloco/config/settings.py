@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -59,9 +59,13 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 MODULE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 """Pattern of the name of a Python module."""
 
+OWN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
+"""Pattern of the name of a custom method, ``"module:function"``."""
+
 _PATTERN_WORDS = {
     NAME: "use letters, digits, '.', '_' and '-', and begin with a letter or a digit",
     MODULE: "write the name of a module, such as my_package.codecs",
+    OWN: "write it as 'module:function'",
 }
 
 
@@ -145,16 +149,13 @@ class Settings(BaseModel):
         return self
 
 
-_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", re.ASCII)
-
-
 def is_own(name: str) -> bool:
     """Whether a name is of the form ``"module:function"``.
 
     >>> is_own("my.codecs:sign"), is_own("sign"), is_own("my codecs:sign")
     (True, False, False)
     """
-    return _OWN.fullmatch(name) is not None
+    return re.fullmatch(OWN, name) is not None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -331,4 +332,6 @@ def _words_of(annotation: Any) -> list[str]:
     """The words of a `Literal`, including one in a union or a list."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) is Annotated and OWN in str(annotation):
+        return ["module:function"]
     return list(dict.fromkeys(word for each in get_args(annotation) for word in _words_of(each)))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from decoupled_diloco.config.settings import Settings, is_own, nearest, suggestion
+from decoupled_diloco.config.settings import OWN, Settings, is_own, nearest, suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.adapt import AdaptLimits
 
@@ -42,6 +42,8 @@ ROBUST_RULES = ("median", "trimmed-mean", "geometric-median")
 
 CHAIN_MAX = 16
 """The longest chain of differences of a fragment that a learner applies instead of a whole copy."""
+
+OwnName = Annotated[str, Field(pattern=OWN)]
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -431,6 +433,11 @@ class SyncSettings(Settings):
     """H: steps between two syncs of the same fragment, at least 1. Raise it for a slower link: the
     traffic falls as 1/H, and the quality falls a little (paper: 24)."""
 
+    schedule: OwnName | None = None
+    """"module:function": your function `schedule(step, steps)`, which returns H during the run.
+    `steps` is `max_steps`, or None. The run starts with `sync_every`, by default what the function
+    returns for step 0. Default: H does not change."""
+
     overlap_steps: int = Field(default=2, ge=0)
     """τ: steps between sending a fragment and applying the merged one, 0 to sync_every - 1. Raise
     it if a round trip takes longer than these steps. `alignment` in [sync.apply] says what happens
@@ -445,13 +452,14 @@ class SyncSettings(Settings):
     the quorum, 0 (no grace window) to less than 1 (paper, Eq. 3: below 1, unpublished; 0.8 leaves a
     fifth of the slack for jitter)."""
 
-    participation: Literal["active", "all", "async"] = "active"
+    participation: Literal["active", "all", "async"] | OwnName = "active"
     """The learners that a round requests contributions from. "active": those that finished a step
     since the previous round (paper, Alg. 2). "all": all live learners that have trained the
     fragment, including much slower ones. "async": each learner alone, every `sync_every` of its own
     steps; its contribution is merged as soon as it arrives (Async Local-SGD,
     recipes/async-local-sgd.toml). With "async" the downlink traffic is larger: each learner
-    receives each fragment once per learner and period."""
+    receives each fragment once per learner and period. "module:function" is your own rule
+    `rule(learner, round)`, which returns whether a learner takes part."""
 
     wait: Literal["never", "at_overlap"] = "never"
     """"never": learners never wait (paper). "at_overlap": a learner stops `overlap_steps` steps
@@ -599,6 +607,30 @@ class SyncSettings(Settings):
                 f"cohort={devices.cohort} in [sync.devices] is below quorum={self.quorum} with "
                 "policy='drop', so no version would ever be merged: raise cohort or lower quorum"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> SyncSettings:
+        if self.schedule is None:
+            return self
+        reasons = {
+            "[sync.adapt]": (self.adapt is not None, "which determines H, too"),
+            f"wait={self.wait!r}": (self.wait != "never", "which keeps H and τ fixed"),
+            "participation='async'": (
+                self.participation == "async",
+                "where each learner counts its own steps",
+            ),
+            "phases in [sync.partition]": (
+                bool(self.partition.phases),
+                "because another period spreads the fragments evenly",
+            ),
+        }
+        for name, (is_set, why) in reasons.items():
+            if is_set:
+                raise ConfigError(
+                    f"schedule={self.schedule!r} in [sync] cannot be combined with {name}, {why}: "
+                    "take one of them out"
+                )
         return self
 
     @model_validator(mode="after")

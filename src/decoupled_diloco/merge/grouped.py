@@ -43,11 +43,12 @@ class GroupedCodec:
         for low in range(0, whole, STEP // self.group):
             high = min(low + STEP // self.group, whole)
             groups = vector[low * self.group : high * self.group].view(-1, self.group)
-            self._write(groups, records[low:high])
+            self._write(groups, records[low:high], self.group)
         if whole < len(records):
             last = vector.new_zeros(1, self.group)
-            last[0, : vector.numel() - whole * self.group] = vector[whole * self.group :]
-            self._write(last, records[whole:])
+            rest = vector.numel() - whole * self.group
+            last[0, :rest] = vector[whole * self.group :]
+            self._write(last, records[whole:], rest)
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
@@ -66,8 +67,11 @@ class GroupedCodec:
             out[whole * self.group :] = last[0, : numel - whole * self.group]
         return out
 
-    def _write(self, groups: Tensor, records: Tensor) -> None:
-        """Encode groups, fp32 [G, group], into records, uint8 [G, R]."""
+    def _write(self, groups: Tensor, records: Tensor, elements: int) -> None:
+        """Encode groups, fp32 [G, group], into records, uint8 [G, R].
+
+        Only the first ``elements`` of each group are of the vector; zeros follow.
+        """
         raise NotImplementedError
 
     def _read(self, records: Tensor, groups: Tensor) -> None:

@@ -16,8 +16,9 @@ the same bits.
 | int2 | 2 | 0 … 3 | c - 3/2 | 1.25 · mean abs(x) | unbounded; see *Error feedback* |
 
 *The scale* is computed in fp32. It is rounded up to a bf16, so that no element exceeds the highest
-level; for int2 it is rounded to the nearest bf16. A scale below 2⁻¹²⁰ becomes 0, and the group
-decodes to zeros. So no product is a denormal number, which some machines flush to 0.
+level; for int2 it is rounded to the nearest bf16, and the mean excludes padding. A scale below
+2⁻¹²⁰ becomes 0, and the group decodes to zeros. So no product is a denormal number, which some
+machines flush to 0.
 
 *A code* selects the nearest level. For fp4-e3m0, level 2ⁿ starts at 3/4 · 2ⁿ, and smaller values
 become 0. An element very close to a boundary may get either level, because rounding in the
@@ -26,7 +27,7 @@ arithmetic can move it across. "Very close" means within 2⁻¹² of the distanc
 to levels -128 and 8.
 
 *Error feedback* requires that a decoded group is closer to the original than zeros are. An int2
-group satisfies ``‖x - dec‖² ≤ ‖x‖² - 128 · (mean abs(x))² / 2``, padding zeros included.
+group of n elements satisfies ``‖x - dec‖² ≤ ‖x‖² - n · (mean abs(x))² / 2``.
 
 *Non-finite values.* A group with a NaN or an infinity decodes to values of which none is finite,
 and is rejected. The same may happen near the end of fp32's range: for an element above 3.37e38, or
@@ -71,8 +72,8 @@ class QuantizedCodec(GroupedCodec):
         super().__init__(name, GROUP, SCALE_BYTES + GROUP * bits // 8)
         self._bits = bits
 
-    def _write(self, groups: Tensor, records: Tensor) -> None:
-        scale = self._scales(groups)
+    def _write(self, groups: Tensor, records: Tensor, elements: int) -> None:
+        scale = self._scales(groups, elements)
         scale.masked_fill_(scale < _SMALLEST, 0)
         records[:, :SCALE_BYTES] = scale.view(torch.uint8).view(-1, SCALE_BYTES)
         inverse = scale.float().clamp_(min=_SMALLEST).reciprocal_().view(-1, 1)
@@ -83,8 +84,8 @@ class QuantizedCodec(GroupedCodec):
         self._levels(records[:, SCALE_BYTES:], groups)
         groups.mul_(scale)
 
-    def _scales(self, groups: Tensor) -> Tensor:
-        """Return the scales, bf16 [G], of groups, fp32 [G, 128]."""
+    def _scales(self, groups: Tensor, elements: int) -> Tensor:
+        """Return the scales, bf16 [G], of groups, fp32 [G, 128], with this number of elements."""
         raise NotImplementedError
 
     def _codes(self, scaled: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class _Int(QuantizedCodec):
         self._top = 2 ** (bits - 1) - 1
         self._table = _table([code - self._top for code in range(2**bits)], bits)
 
-    def _scales(self, groups: Tensor) -> Tensor:
+    def _scales(self, groups: Tensor, elements: int) -> Tensor:
         return rounded_up(_largest(groups).mul_(1 / self._top))
 
     def _codes(self, scaled: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class _E3M0(QuantizedCodec):
         magnitudes = [0.0, *(2.0**power for power in range(-6, 1))]
         self._table = _table([*magnitudes, *(-m for m in magnitudes)], 4)
 
-    def _scales(self, groups: Tensor) -> Tensor:
+    def _scales(self, groups: Tensor, elements: int) -> Tensor:
         return rounded_up(_largest(groups))
 
     def _codes(self, scaled: Tensor) -> Tensor:
@@ -158,8 +159,9 @@ class _Int2(QuantizedCodec):
         super().__init__(name, 2)
         self._table = _table([-1.5, -0.5, 0.5, 1.5], 2)
 
-    def _scales(self, groups: Tensor) -> Tensor:
-        return groups.abs().sum(1).mul_(1.25 / GROUP).bfloat16()
+    def _scales(self, groups: Tensor, elements: int) -> Tensor:
+        # Zeros after a partial group would make its scale so small that feedback takes long.
+        return groups.abs().sum(1).mul_(1.25 / elements).bfloat16()
 
     def _codes(self, scaled: Tensor) -> Tensor:
         return scaled.add_(2).to(torch.int8).clamp_(0, 3)  # |x| ≤ 128 · mean |x|

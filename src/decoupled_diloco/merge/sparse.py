@@ -74,7 +74,7 @@ class TopKCodec(GroupedCodec):
         super().__init__(name, CHUNK, 4 + 3 * k // 2 + k // 4)
         self.k = k
 
-    def _write(self, groups: Tensor, records: Tensor) -> None:
+    def _write(self, groups: Tensor, records: Tensor, elements: int) -> None:
         sizes = groups.abs()
         chosen = _largest(sizes, self.k)
         values = groups.gather(1, chosen)

@@ -22,17 +22,20 @@ do not give enough time twice in a row, it chooses the smallest H and τ that do
 would suffice with room to spare several times in a row, it chooses those. A *revision* has a number
 and the tick from which it applies. It reaches the shards, and through them the learners.
 
+A user's *schedule* may determine H instead: a function of the step. Its changes are revisions, too.
+
 Codecs come first: H is raised only if the coarsest codec of the ladder is still too slow, and
 lowered before a finer codec is chosen, because a longer period costs more loss than fewer bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
+from decoupled_diloco.errors import ConfigError, MethodError
 from decoupled_diloco.protocol.clock import MovingAverage
 from decoupled_diloco.protocol.messages import Demand, Revision
 
@@ -210,6 +213,66 @@ The interval is also at least half of the smallest period.
 
 LEAD_TICKS = 2
 """A revision applies this number of ticks later, when every process has received it."""
+
+
+PERIOD_MAX = 100_000
+"""The longest H that a schedule may return. A table of the period is kept in memory."""
+
+
+Schedule = Callable[[int, int | None], int]
+"""Called as ``schedule(step, steps)``; returns H, and always the same H for the same arguments.
+
+``steps`` is the run's number of steps; ``None``: the run ends by another budget.
+"""
+
+
+def period_at(schedule: Schedule, step: int, steps: int | None, overlap: int = 0) -> int:
+    """Return the H of a schedule at a step.
+
+    Raises:
+        MethodError: The schedule raises, or returns something else than an integer that is above
+            the overlap and at most `PERIOD_MAX`.
+
+    >>> period_at(lambda step, steps: 24 if step < 0.8 * steps else 8, 80, 100)
+    8
+    """
+    try:
+        period = schedule(step, steps)
+    except ConfigError:
+        raise  # it is not loaded
+    except Exception as error:
+        raise MethodError(
+            f"schedule raises {error!r} for step={step}, steps={steps}: correct the function"
+        ) from error
+    if type(period) is not int or not overlap < period <= PERIOD_MAX:
+        raise MethodError(
+            f"schedule returned {period!r} for step={step}, steps={steps}: return an integer from "
+            f"{overlap + 1} (overlap_steps + 1) to {PERIOD_MAX}"
+        )
+    return period
+
+
+def scheduled(
+    schedule: Schedule, steps: int | None, clock: int, present: Revision
+) -> tuple[Revision, str] | None:
+    """Return the revision that a schedule requires at a tick, with its reason, if any.
+
+    Args:
+        schedule: The user's function.
+        steps: See `Schedule`.
+        clock: That of the shard that is furthest ahead.
+        present: The newest revision.
+
+    Raises:
+        MethodError: See `period_at`.
+    """
+    if clock < present.tick:  # the last revision does not apply yet
+        return None
+    period = period_at(schedule, clock + LEAD_TICKS, steps, present.overlap)
+    if period == present.period:
+        return None
+    found = _revised(present, clock, (period, present.overlap))
+    return found, f"the schedule returns {period} for step {found.tick}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import assert_never
 
+from decoupled_diloco.errors import MethodError
 from decoupled_diloco.protocol import same_data
-from decoupled_diloco.protocol.adapt import Reviser
+from decoupled_diloco.protocol.adapt import Reviser, scheduled
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState, Enrolled, Stopped, copied
 from decoupled_diloco.protocol.features import checkpoint as checkpoints
 from decoupled_diloco.protocol.features import partitions as leases
@@ -78,6 +79,9 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("ending", "every shard swept", "finished"),
 )
 
+SCHEDULE_FAILED = "the schedule has failed; H stays as it is"
+
+
 FORMER_KEPT = 16
 """Number of former processes per shard whose nonces are remembered, in case they come back."""
 
@@ -95,6 +99,7 @@ class CoordinatorMachine:
         self._absences = Absences()
         self._checkpoints = Checkpoints()
         self._reviser = Reviser()
+        self._schedule_has_failed = False
         self._indexes: set[int] = set()
         self._drawn: dict[str, str] = {}
 
@@ -340,7 +345,7 @@ class CoordinatorMachine:
             effects.append(Send(shard_peer(shard), self._seed_message(), "the run's first seed"))
             effects.append(Send(shard_peer(shard), Begin(state.attempt), why))
         if state.revision is not None:  # break: restarted-shard-lacks-revision
-            effects.append(Send(shard_peer(shard), state.revision, "H and τ follow the links"))
+            effects.append(Send(shard_peer(shard), state.revision, "H and τ were revised"))
         if state.phase in ("ending", "finished"):
             ended = "the budget is reached" if state.stopped is None else "a user has stopped it"
             effects.append(Send(shard_peer(shard), EndOrdered(), ended))
@@ -454,13 +459,18 @@ class CoordinatorMachine:
         ]
 
     def _revise(self) -> list[CoordinatorEffect]:
-        """Revise H and τ, if the links require it or permit it (rule 20)."""
+        """Revise H and τ, if the links (rule 20) or the schedule require it."""
         state, options = self.state, self.options
-        if options.adapt is None:
-            return []
         clock = max(state.clocks.values())
         present = state.revision or Revision(0, 0, options.period, options.overlap)
-        found = self._reviser.review(clock, options.adapt, present, options.fragments)
+        found = None
+        if options.schedule is not None:
+            try:
+                found = scheduled(options.schedule, options.max_steps, clock, present)
+            except MethodError as error:
+                return self._schedule_failed(str(error))
+        elif options.adapt is not None:
+            found = self._reviser.review(clock, options.adapt, present, options.fragments)
         if found is None:
             return []
         state.revision, why = found
@@ -471,6 +481,13 @@ class CoordinatorMachine:
             Note(text, why),
             *(Send(shard_peer(s), state.revision, why) for s in sorted(self._present_shards)),
         ]
+
+    def _schedule_failed(self, reason: str) -> list[CoordinatorEffect]:
+        """Warn once; H stays."""
+        if self._schedule_has_failed:
+            return []
+        self._schedule_has_failed = True
+        return [Note(SCHEDULE_FAILED, reason, warns=True)]
 
     def _shard_swept(self, shard: int) -> list[CoordinatorEffect]:
         state = self.state

@@ -66,7 +66,7 @@ def welcome(state: SyncerState, learner: str) -> list[SyncerEffect]:
     """Send a connecting learner all revisions that apply or will apply."""
     known = (*([] if state.revision is None else [state.revision]), *state.next_revisions)
     # break: late-learner-lacks-revision
-    return [Send(learner, revision, "H and τ follow the links") for revision in known]
+    return [Send(learner, revision, "H and τ were revised") for revision in known]
 
 
 def pass_on(state: SyncerState, revision: Revision) -> list[SyncerEffect]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
-from decoupled_diloco.protocol.adapt import AdaptLimits, Ladder
+from decoupled_diloco.protocol.adapt import AdaptLimits, Ladder, Schedule
 from decoupled_diloco.protocol.messages import Alignment, Revision
 from decoupled_diloco.protocol.quotas import Quota, Weighting
 
@@ -21,6 +22,48 @@ Discount = float | Literal["polynomial"]
 DiscountOf = Literal["weight", "change"]
 Draw = Literal["fair", "uniform"]
 Trust = Literal["off", "show", "weigh", "exclude"]
+
+
+class Candidate(NamedTuple):
+    """A live learner, as a participation rule sees it.
+
+    Attributes:
+        name: Its name.
+        step: Its step, on the clock of the run.
+        has_stepped: It has reached the round's tick, or finished a step since the tick before.
+        missed: It did not take part in the fragment's last merged round.
+        step_seconds: The time of one step; 0 while unknown.
+    """
+
+    name: str
+    step: int
+    has_stepped: bool
+    missed: bool
+    step_seconds: float
+
+
+class RoundView(Protocol):
+    """A round whose window is open, as a participation rule sees it."""
+
+    @property
+    def fragment(self) -> int:
+        """The number of the fragment, 0 to P - 1."""
+
+    @property
+    def number(self) -> int:
+        """The number of the round at its shard, from 1."""
+
+    @property
+    def tick(self) -> int:
+        """The step at which the fragment was due."""
+
+    @property
+    def learners(self) -> Sequence[Candidate]:
+        """All live learners that have finished a step, in the order of their names."""
+
+
+Rule = Callable[[Candidate, RoundView], bool | str]
+"""A participation rule: returns whether a learner takes part in a round, or the reason why."""
 
 
 def least_survivors(threshold: int, members: int) -> int:
@@ -80,6 +123,8 @@ class Options:
         chain: Number of differences that a learner fetches one after the other instead of a whole
             copy. Together they have fewer bits.
         adapt: The limits within which H and τ follow the links (rule 20); ``None``: they are fixed.
+        schedule: A user's function for H; only the coordinator calls it. ``None``: there is none.
+        rule: A participation rule, instead of that of ``participants``; only shards call it.
         error_feedback: Add what a codec leaves out to the next contribution (rule 19).
         history: How many versions the base of a contribution may be behind in a run of devices, and
             how long a shard remembers what it has merged of a device that is away (rule 23);
@@ -126,6 +171,8 @@ class Options:
     chain: int = 1
     threshold: int = 0
     adapt: AdaptLimits | None = None
+    schedule: Schedule | None = None
+    rule: Rule | None = None
     history: int | None = None
     cohort: int | None = None
     draw: Draw = "fair"

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import floor
+from typing import NamedTuple
 
+from decoupled_diloco.errors import ConfigError, MethodError, a_kind
 from decoupled_diloco.protocol.learner_state import LearnerState, ShardView
-from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.machine_options import Candidate, Options, RoundView, Rule
 from decoupled_diloco.protocol.syncer_state import FragmentState, Member, Round, SyncerState
 
 TICKS_MARGIN = 0.5
@@ -25,6 +27,82 @@ TICKS_MARGIN = 0.5
 An extra fragment is occasionally snapshotted in vain. A missing one delays its round by up to a
 step.
 """
+
+
+def everyone(learner: Candidate, round: RoundView) -> bool | str:
+    """Include all live learners."""
+    return "every live learner takes part"
+
+
+def active(learner: Candidate, round: RoundView) -> bool | str:
+    """Include learners that have stepped since the previous tick (rule 3)."""
+    if learner.step >= round.tick:
+        return f"its step {learner.step} has reached the round's tick {round.tick}"
+    if learner.has_stepped:
+        return "it reported a step after the previous tick"
+    # A learner whose steps take an exact multiple of the fastest learner's would otherwise always
+    # meet the same fragments, and never the others.
+    return "it missed this fragment's last round" if learner.missed else False
+
+
+RULES: dict[str, Rule] = {"reported": active, "all": everyone}
+"""The shipped participation rules, by ``participants``."""
+
+
+class TriedRound(NamedTuple):
+    """A round without a shard, for the trial of a rule; see `RoundView`."""
+
+    fragment: int
+    number: int
+    tick: int
+    learners: Sequence[Candidate]
+
+
+class SeenRound:
+    """An open round of a shard, with its learners on demand; see `RoundView`."""
+
+    def __init__(self, state: SyncerState, round: Round) -> None:
+        self._state, self._round = state, round
+        self.fragment, self.number, self.tick = round.fragment, round.number, round.tick
+
+    @property
+    def learners(self) -> Sequence[Candidate]:
+        members = sorted(self._state.stepping, key=lambda member: member.learner)
+        return tuple(map(self.candidate, members))
+
+    def candidate(self, member: Member) -> Candidate:
+        """Return a learner that has reported a step, as a rule sees it."""
+        assert member.reported_at is not None
+        since = self._round.previous_tick_at
+        return Candidate(
+            member.learner,
+            member.run_step,
+            member.run_step >= self.tick or member.reported_at > since,
+            member.learner in self._state.fragments[self.fragment].missed,
+            member.step_seconds,
+        )
+
+
+def why_included(rule: Rule, learner: Candidate, round: RoundView) -> str | None:
+    """Return why a rule includes a learner; `None`: it does not.
+
+    Raises:
+        MethodError: The rule raises, or returns something else than a bool or a text.
+    """
+    try:
+        found = rule(learner, round)
+    except ConfigError:
+        raise  # it is not loaded
+    except Exception as error:
+        raise MethodError(f"participation rule raises {error!r} for {learner.name}") from error
+    if not isinstance(found, bool | str):
+        raise MethodError(
+            f"participation rule returned {a_kind(found)} for {learner.name}: return True or "
+            "False, or the reason as a text"
+        )
+    if found is True:
+        return "the participation rule includes it"
+    return found or None
 
 
 class ByClock:
@@ -52,23 +130,17 @@ class ByClock:
     def why_asked(
         self, options: Options, state: SyncerState, round: Round, member: Member
     ) -> str | None:
-        """Return why a learner that has reported a step qualifies for a round (rule 3)."""
-        assert member.reported_at is not None
+        """Return why a learner that has reported a step qualifies for a round (rule 3).
+
+        Raises:
+            MethodError: The participation rule fails.
+        """
         if member.leaving_with is not None and round.fragment in member.leaving_with:
             return "it is about to leave"
         if round.leaver:
             return f"{round.leaver} is about to leave, so all learners take part"
-        if options.participants == "all":
-            return "every live learner takes part"
-        if member.run_step >= round.tick:
-            return f"its step {member.run_step} has reached the round's tick {round.tick}"
-        if member.reported_at > round.previous_tick_at:
-            return "it reported a step after the previous tick"
-        if member.learner in state.fragments[round.fragment].missed:
-            # A learner whose steps take an exact multiple of the fastest learner's would otherwise
-            # always meet the same fragments, and never the others.
-            return "it missed this fragment's last round"
-        return None
+        rule, seen = options.rule or RULES[options.participants], SeenRound(state, round)
+        return why_included(rule, seen.candidate(member), seen)
 
     def tick(self, state: SyncerState, member: Member, round: Round | None) -> int:
         """Return the step for which a learner receives a request."""

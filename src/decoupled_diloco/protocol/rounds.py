@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from decoupled_diloco.errors import MethodError
 from decoupled_diloco.protocol import privacy_account, same_data, visits, weighing
 from decoupled_diloco.protocol.clock import window_decision
 from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked, was_drained
@@ -80,6 +81,9 @@ from decoupled_diloco.protocol.syncer_state import (
     SecureSum,
     SyncerState,
 )
+
+RULE_FAILED = "the participation rule has failed; rounds wait longer and merge what they need"
+
 
 SWEEP_TRIES_MAX = 3
 """Failed closing rounds of a fragment after which the missing training is dropped."""
@@ -771,7 +775,10 @@ def ask_if_qualified(
         return []
     if not round.takes_requests:
         return []
-    why = _qualifies(state, options, round, member)
+    try:
+        why = _qualifies(state, options, round, member)
+    except MethodError as error:
+        return _rule_failed(state, str(error))
     if why is None:
         return []
     fragment, entry = round.fragment, state.fragments[round.fragment]
@@ -861,6 +868,14 @@ def _qualifies(state: SyncerState, options: Options, round: Round, member: Membe
     if member.reported_at is None:
         return None
     return participation(options).why_asked(options, state, round, member)
+
+
+def _rule_failed(state: SyncerState, reason: str) -> list[SyncerEffect]:
+    """Warn once. Rounds without a quorum still request from all learners, see `ask_again`."""
+    if state.rule_failed:
+        return []
+    state.rule_failed = True
+    return [Note(RULE_FAILED, reason, warns=True)]
 
 
 def held_more(

@@ -788,7 +788,8 @@ class SyncerState:
     the copies found on its disk; ``durable_is_exact``: no newer copy may replace them. ``revision``
     is the schedule revision that applies, ``next_revisions`` those that follow; ``slots_most`` is
     the largest number of slots so far. ``late_rounds`` counts consecutive rounds that merged only
-    late contributions. ``twins`` lists learners that seem to train on another learner's data.
+    late contributions. ``rule_failed``: the participation rule has failed. ``twins`` lists learners
+    that seem to train on another learner's data.
     ``relays`` are the connected relays, each with the one that it is behind, or an empty text.
     ``sites`` has every relay that has connected. ``scores`` has the learners that were scored.
     """
@@ -830,6 +831,7 @@ class SyncerState:
     next_revisions: tuple[Revision, ...] = ()
     slots_most: int = 1
     late_rounds: int = 0
+    rule_failed: bool = False
     twins: dict[str, Twin] = field(default_factory=dict)
     relays: dict[str, str] = field(default_factory=dict)
     sites: dict[str, SiteTraffic] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from decoupled_diloco.protocol.messages import (
     Revision,
     RoundFinished,
 )
+from decoupled_diloco.protocol.participation import RULES
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.accounts import TIME_PARTS, TOKEN_PARTS, part_in_words
 from decoupled_diloco.run_model.facts import (
@@ -351,6 +352,8 @@ class _Round:
         round, result = self.round, self.round.result
         if result is None or result.closed_seconds is None:
             return "it has not reported a new step yet"
+        if self.options is not None and self.options.rule not in (None, *RULES.values()):
+            return "the participation rule did not include it"
         before = f"before the window closed {after(result.closed_seconds)}"
         kind = "new step" if round.live.get(name) is not None else "step"
         text = f"it had reported no {kind} {before}"

@@ -190,11 +190,14 @@ def _handled(machine: AnyMachine[Any, Any], record: Record) -> list[Any]:
     """Return a machine's effects for a taped event.
 
     Raises:
+        ConfigError: A custom method of the run is not loaded.
         StorageError: The event is impossible in the machine's state, because the tape was changed.
     """
     event = record.value()
     try:
         return list(machine.handle(record.at, event))
+    except ConfigError:
+        raise  # a method of the run is not loaded
     except (AssertionError, LookupError, TypeError, ValueError) as error:
         raise StorageError(
             f"the tape of {record.process} was changed: record {record.seq} of incarnation "

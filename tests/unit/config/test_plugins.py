@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -116,6 +118,39 @@ def test_modules_of_a_resolved_file_are_found_from_another_folder(
     assert again.public() == load_config(path).public()
 
 
+def test_a_run_starts_with_the_first_period_of_its_schedule(tmp_path: Path, write: Write) -> None:
+    name = write("def f(step, steps): return 30 if step < steps - 2 else 6")
+    line = f'schedule = "{name}:f"'
+    config = load_config(run_file(tmp_path, line))
+    assert config.sync.sync_every == 30
+    assert options_of(config).schedule is not None
+    assert load_config(run_file(tmp_path, line, "sync_every = 8")).sync.sync_every == 8
+    again = read_public(public_text(config))
+    assert (again.sync.sync_every, options_of(again)) == (30, options_of(config))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("adapt.sync_every = [4, 24]", "[sync.adapt], which determines H, too"),
+        ('wait = "at_overlap"', "wait='at_overlap', which keeps H and τ fixed"),
+        ("partition.phases = [3]", "phases in [sync.partition], because"),
+        (
+            'participation = "async"\ngrace_margin = 0.0\napply.missed = "rebase"',
+            "participation='async', where each learner counts its own steps",
+        ),
+    ],
+)
+def test_what_a_schedule_cannot_be_combined_with(
+    tmp_path: Path, write: Write, line: str, message: str
+) -> None:
+    name = write("def f(step, steps): return 24")
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file(tmp_path, f'schedule = "{name}:f"', line))
+    assert f"cannot be combined with {message}" in str(error.value)
+    assert str(error.value).endswith(": take one of them out")
+
+
 def test_public_settings_contain_no_modules(tmp_path: Path, write: Write) -> None:
     name = write()
     public = load_config(run_file(tmp_path, imports=name)).public()
@@ -161,6 +196,28 @@ def test_public_settings_contain_no_modules(tmp_path: Path, write: Write) -> Non
             "def f(p, lr): return 1",
             '[outer]\noptimizer = "{}:f"',
             "returned an int without step, state_dict",
+        ),
+        ("def f(step): return 24", 'schedule = "{}:f"', "schedule raises TypeError"),
+        (
+            "def f(step, steps): return 2",
+            'schedule = "{}:f"',
+            "is not below sync_every=2",
+        ),
+        (
+            "def f(step, steps): return 8 if step < 9 else 1",
+            'schedule = "{}:f"',
+            "schedule returned 1 for step=9, steps=9: return an integer from 3",
+        ),
+        ("def f(learner): ...", 'participation = "{}:f"', "participation rule raises TypeError"),
+        (
+            "def f(learner, round): return 1 / len(round.learners[1:])",
+            'participation = "{}:f"',
+            "participation rule raises ZeroDivisionError",
+        ),
+        (
+            "def f(learner, round): ...",
+            'participation = "{}:f"',
+            "returned a NoneType for learner-0: return True or False, or the reason as a text",
         ),
         ("def f(p): ...", '[outer]\noptimizer = "{}:f"', "does not take lr"),
     ],
@@ -212,19 +269,18 @@ def test_settings_of_a_peer_never_import(tmp_path: Path, write: Write, key: str)
 
 
 @pytest.mark.parametrize(
-    ("table", "key", "before"),
-    [("sync.merge", "rule", '"rda"'), ("outer", "optimizer", '"nesterov"')],
+    "key", ["sync.merge.rule", "outer.optimizer", "sync.schedule", "sync.participation"]
 )
-def test_a_learner_imports_no_methods_of_the_syncer(
-    write: Write, table: str, key: str, before: str
-) -> None:
+def test_a_learner_imports_no_methods_of_the_syncer(write: Write, key: str) -> None:
     name = write("raise SystemError('imported')")
-    text = public_text(RunConfig(run={"max_steps": 9}, outer={"momentum": 0.5}))
-    text = text.replace(f'"{key}": {before}', f'"{key}": "{name}:f"')
-    if key == "optimizer":
-        text = text.replace(', "momentum": 0.5', "")
-    settings = read_public(text)
-    assert attrgetter(f"{table}.{key}")(settings) == f"{name}:f"
+    public = RunConfig(run={"max_steps": 9}).public()
+    *tables, last = key.split(".")
+    reduce(getitem, tables, public)[last] = f"{name}:f"
+    if key == "outer.optimizer":
+        del public["outer"]["momentum"]
+    settings = read_public(json.dumps(public))
+    assert attrgetter(key)(settings) == f"{name}:f"
+    options_of(settings)
     assert name not in sys.modules
 
 
@@ -273,6 +329,31 @@ def test_an_installed_package_provides_a_codec_by_an_entry_point(
     assert codec(word).nbytes(2) == 4
     plain = RunConfig(run={"max_steps": 9}, sync={"codec": {"downlink": word}}).public()
     assert read_settings(plain).sync.codec.downlink == word
+
+
+@pytest.mark.parametrize(
+    ("key", "function"),
+    [
+        ("sync.merge.rule", "first"),
+        ("outer.optimizer", "plain"),
+        ("sync.schedule", "steady"),
+        ("sync.participation", "anyone"),
+    ],
+)
+def test_an_installed_package_provides_other_methods_by_an_entry_point(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, function: str
+) -> None:
+    name = write(f"{METHODS}\ndef steady(step, steps): return 24\ndef anyone(l, r): return True\n")
+    info = tmp_path / f"{name}-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text(f"[decoupled_diloco]\nmine = {name}:{function}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nmax_steps = 9\n")
+    config = load_config(path, [f"{key}=mine"])
+    assert attrgetter(key)(config) == f"{name}:{function}"
+    assert name in plugin_versions()
 
 
 def test_a_tape_names_modules_with_version_and_source(tmp_path: Path, write: Write) -> None:

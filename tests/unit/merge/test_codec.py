@@ -345,6 +345,18 @@ class TestContribution:
             contribution(fragment, layout, torch.zeros(5), torch.zeros(5))
 
 
+@pytest.mark.parametrize("numel", [1, 2, 5, 127, 129])
+@pytest.mark.parametrize("name", GROUPED)
+def test_feedback_sends_a_short_last_group_in_few_rounds(name, numel):
+    given, rest = vector(numel), torch.zeros(numel)
+    total = torch.zeros(numel)
+    for _ in range(64):
+        sent = codec(name).decode(codec(name).encode(given + rest), numel)
+        rest += given - sent
+        total += sent
+    assert float((total / 64 - given).norm()) < 0.1 * float(given.norm())
+
+
 CODECS = [*map(codec, EVERY), WholeCodec(), GroupCodec("test-group", torch.float32)]
 COARSE = ["int4", "fp4-e3m0", "int2", *SPARSE]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from decoupled_diloco.errors import MethodError
 from decoupled_diloco.protocol.adapt import (
     LATE_MAX,
     REVIEWS_WELL,
@@ -13,12 +15,22 @@ from decoupled_diloco.protocol.adapt import (
     Reviser,
     demand_of,
     fitting,
+    period_at,
+    scheduled,
     ticks_apart,
 )
+from decoupled_diloco.protocol.coordinator_machine import SCHEDULE_FAILED, CoordinatorMachine
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.link_measurements import follow, is_due, record
 from decoupled_diloco.protocol.machine_options import Options
-from decoupled_diloco.protocol.messages import Demand, Revision
+from decoupled_diloco.protocol.messages import (
+    Demand,
+    Note,
+    Persist,
+    Progress,
+    Received,
+    Revision,
+)
 
 LIMITS = AdaptLimits((24, 192), (2, 16))
 FRAGMENTS = 24
@@ -188,3 +200,74 @@ def test_a_revision_changes_only_when_fragments_are_due() -> None:
     assert [options.due(tick) for tick in range(4)] == [(0,), (1,), (2,), (3,)]
     assert [other.due(tick) for tick in range(8)] == [(0,), (), (1,), (), (2,), (), (3,), ()]
     assert (other.period, other.overlap, other.quorum) == (8, 3, options.quorum)
+
+
+def two_phases(step: int, steps: int | None) -> int:
+    assert steps is not None
+    return 24 if step < 0.8 * steps else 8
+
+
+def test_a_schedule_becomes_revisions_that_apply_at_their_steps() -> None:
+    present = Revision(0, 0, 24, 2)
+    found = [scheduled(two_phases, 100, clock, present) for clock in range(79)]
+    assert found[:78] == [None] * 78
+    assert found[78] == (Revision(1, 80, 8, 2), "the schedule returns 8 for step 80")
+    later = Revision(1, 80, 8, 2)
+    assert not any(scheduled(two_phases, 100, clock, later) for clock in range(79, 100))
+
+
+def test_a_schedule_waits_until_the_last_revision_applies() -> None:
+    plan, plans = Revision(0, 0, 24, 2), []
+    for clock in range(20):
+        found = scheduled(lambda step, steps: 24 - step // 2, None, clock, plan)
+        if found is not None:
+            assert clock >= plan.tick
+            plan = found[0]
+            plans.append((plan.tick, plan.period))
+    assert plans == [(tick, 24 - tick // 2) for tick in range(2, 22, 2)]
+
+
+@pytest.mark.parametrize("value", [2, 0, -1, 100_001, 3.0, "8", None, True])
+def test_a_schedule_returns_an_integer_above_the_overlap(value: Any) -> None:
+    assert period_at(lambda step, steps: 3, 5, None, overlap=2) == 3
+    with pytest.raises(MethodError) as error:
+        period_at(lambda step, steps: value, 5, 9, overlap=2)
+    assert str(error.value) == (
+        f"schedule returned {value!r} for step=5, steps=9: return an integer from 3 "
+        "(overlap_steps + 1) to 100000"
+    )
+
+
+def coordinator(schedule: Any) -> CoordinatorMachine:
+    machine = CoordinatorMachine(Options(period=24, schedule=schedule, max_steps=100))
+    machine.state.phase = "running"
+    return machine
+
+
+def test_the_coordinator_announces_what_the_schedule_returns() -> None:
+    machine = coordinator(two_phases)
+    assert not machine.handle(1.0, Received("shard-0", Progress(77, 5)))
+    persist, note, *_ = machine.handle(2.0, Received("shard-0", Progress(78, 5)))
+    assert persist == Persist("the schedule returns 8 for step 80")
+    assert isinstance(note, Note)
+    assert note.text == "revision 1: H = 8, τ = 2 from step 80 on (before: H = 24, τ = 2)"
+    assert machine.state.revision == Revision(1, 80, 8, 2)
+
+
+def test_a_schedule_that_fails_keeps_the_period_with_one_warning() -> None:
+    def fails(step: int, steps: int | None) -> int:
+        return 24 // (12 - step)
+
+    machine = coordinator(fails)
+    machine.state.revision = Revision(1, 0, 12, 2)
+    notes = [
+        each
+        for clock in range(10, 13)
+        for each in machine.handle(1.0, Received("shard-0", Progress(clock, 5)))
+    ]
+    reason = (
+        "schedule raises ZeroDivisionError('integer division or modulo by zero') for step=12, "
+        "steps=100: correct the function"
+    )
+    assert notes == [Note(SCHEDULE_FAILED, reason, warns=True)]
+    assert machine.state.revision == Revision(1, 0, 12, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.messages import (
     Broadcast,
@@ -12,6 +14,7 @@ from decoupled_diloco.protocol.messages import (
     GivenUp,
     Leave,
     Merge,
+    Note,
     Outcome,
     Published,
     Pull,
@@ -20,7 +23,7 @@ from decoupled_diloco.protocol.messages import (
     RoundOpened,
     Unexpect,
 )
-from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS, RULE_FAILED
 from unit.protocol.conftest import merge_of
 from unit.protocol.shard_rounds import DELIVERY_SECONDS, opened, outcomes, states, tick_at
 
@@ -152,6 +155,65 @@ def test_rule_4_a_round_does_not_wait_after_a_decline(shard_bench: Any) -> None:
     bench.body("a")
     bench.decline("b")
     assert bench.orders(Merge)
+
+
+def only(*names: str) -> Any:
+    return lambda learner, round: learner.name in names
+
+
+def test_rule_27_a_participation_rule_chooses_the_learners_of_a_round(shard_bench: Any) -> None:
+    bench = opened(shard_bench, "a", "b", "c", rule=only("b"))
+    assert set(bench.machine.state.fragments[0].asks) == {"b"}
+    bench.body("b")
+    round = bench.machine.state.rounds[0]
+    assert round.settled_at is None, "the grace window is open for the others"
+    tick_at(bench, round.closes_at)
+    assert round.settled_at == round.closes_at
+    assert [ask.learner for ask in round.folded] == ["b"]
+
+
+def test_rule_27_a_rule_sees_the_learners_and_the_round(shard_bench: Any) -> None:
+    seen = []
+
+    def rule(learner: Any, round: Any) -> str:
+        seen.append((learner, round.fragment, round.tick, [each.name for each in round.learners]))
+        return "it is chosen" if learner == max(round.learners) else ""
+
+    bench = opened(shard_bench, "b", "a", rule=rule)
+    learner, *round = seen[-1]
+    assert round == [0, 2, ["a", "b"]]
+    assert (learner.step, learner.has_stepped, learner.missed) == (2, True, False)
+    assert learner.step_seconds == 1.0
+    assert set(bench.machine.state.fragments[0].asks) == {"b"}
+
+
+def test_rule_27_a_round_without_its_quorum_requests_from_all(shard_bench: Any) -> None:
+    bench = opened(shard_bench, "a", "b", rule=lambda learner, round: False)
+    assert not bench.machine.state.fragments[0].asks
+    tick_at(bench, bench.machine.state.rounds[0].deliver_until)
+    assert set(bench.machine.state.fragments[0].asks) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (lambda learner, round: 1 / 0, "participation rule raises ZeroDivisionError"),
+        (lambda learner, round: None, "participation rule returned a NoneType for a"),
+    ],
+)
+def test_rule_27_a_rule_that_fails_costs_time_but_not_the_run(
+    shard_bench: Any, rule: Any, reason: str
+) -> None:
+    bench = shard_bench("a", "b", fragments=1, period=2, rule=rule)
+    notes = []
+    for learner in "abab":
+        bench.step(learner)
+        notes += bench.orders(Note)
+    (note,) = notes
+    assert (note.text, note.warns) == (RULE_FAILED, True)
+    assert reason in note.why
+    tick_at(bench, bench.machine.state.rounds[0].deliver_until)
+    assert set(bench.machine.state.fragments[0].asks) == {"a", "b"}
 
 
 def test_rule_4_with_all_as_quorum_a_round_waits_for_all(shard_bench: Any) -> None:

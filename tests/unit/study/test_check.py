@@ -11,8 +11,9 @@ from torch import Tensor
 
 from decoupled_diloco.config.sync import BITS, MOMENTUM_DEFAULTS, ROBUST_RULES, SUMMED_RULES
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.protocol.machine_options import Candidate, RoundView
 from decoupled_diloco_lab.study import check
-from decoupled_diloco_lab.study.check import CODEC, MERGE, OUTER
+from decoupled_diloco_lab.study.check import CODEC, MERGE, OUTER, PARTICIPATION, SCHEDULE
 
 NOT_FOR_FLAT_VECTORS = {"LBFGS", "Muon", "Optimizer", "SparseAdam"}
 OF_TORCH = sorted(
@@ -73,9 +74,59 @@ def mean(contributions: Tensor, weights: Tensor) -> Tensor:
     return weights @ contributions
 
 
-@pytest.mark.parametrize("method", [Half, Half(), half, mean, Sum, torch.optim.AdamW])
-def test_the_kind_of_a_method_is_found(method: Any) -> None:
-    assert check(method) in (tuple(MERGE), tuple(OUTER), tuple(CODEC))
+def two_phases(step: int, steps: int | None) -> int:
+    return 24 if step < 0.8 * (steps or 1000) else 8
+
+
+def in_turn(learner: Candidate, round: RoundView) -> bool:
+    return learner == round.learners[round.number % len(round.learners)]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        (Half, CODEC),
+        (Half(), CODEC),
+        (half, CODEC),
+        (mean, MERGE),
+        (Sum, MERGE),
+        (torch.optim.AdamW, OUTER),
+        (two_phases, SCHEDULE),
+        (in_turn, PARTICIPATION),
+    ],
+)
+def test_the_kind_of_a_method_is_found(method: Any, kind: Any) -> None:
+    assert check(method) == tuple(kind)
+
+
+@pytest.mark.parametrize("rule", ["active", "all"])
+def test_a_shipped_participation_rule_has_all_properties(rule: str) -> None:
+    assert check(rule) == tuple(PARTICIPATION)
+
+
+def the_first(learner: Candidate, round: RoundView) -> bool:
+    return learner == round.learners[0]
+
+
+def late(learner: Candidate, round: RoundView) -> bool:
+    return round.number > 3
+
+
+@pytest.mark.parametrize(
+    ("method", "law", "given"),
+    [
+        (lambda step, steps: steps // 10, next(iter(SCHEDULE)), "returned 0 for step=0, steps=1:"),
+        (the_first, list(PARTICIPATION)[1], "64 rounds of 2 learners, it returned ['learner-0']"),
+        (late, next(iter(PARTICIPATION)), "with round 1 of 1 learners, it returned []"),
+    ],
+)
+def test_a_property_that_a_schedule_or_a_rule_lacks_is_named(
+    method: Any, law: str, given: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(method)
+    assert f"- {law}: " in str(error.value)
+    assert given in str(error.value)
 
 
 def doubled(contributions: Tensor, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Check a merge rule, an outer optimizer or a codec: one table of properties for each kind.
+"""Check a method: one table of properties for each kind.
 
 The shipped methods have all properties of their kind. A property is a function that raises
 `AssertionError` with the input for which it does not hold.
@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from decoupled_diloco.config.plugins import register_method
+from decoupled_diloco.config.plugins import SHIPPED, register_method, registered
 from decoupled_diloco.config.settings import is_own
-from decoupled_diloco.config.sync import ROBUST_RULES, SUMMED_RULES
+from decoupled_diloco.config.sync import SUMMED_RULES
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge.accumulate import Accumulator, Contribution
 from decoupled_diloco.merge.blocks import is_finite
@@ -28,10 +28,14 @@ from decoupled_diloco.merge.codec import Codec, codec, has_codec
 from decoupled_diloco.merge.fragments import Segment, SegmentMerge
 from decoupled_diloco.merge.outer import OuterFactory, make_outer
 from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
+from decoupled_diloco.protocol.adapt import Schedule, period_at
+from decoupled_diloco.protocol.machine_options import Candidate
+from decoupled_diloco.protocol.machine_options import Rule as Participation
+from decoupled_diloco.protocol.participation import TriedRound, why_included
 from decoupled_diloco_lab.study.functions import source_digest
 from decoupled_diloco_lab.study.methods import KINDS, Method, name_of
 
-Kind = Literal["merge", "outer", "codec"]
+Kind = Literal["merge", "outer", "codec", "schedule", "participation"]
 
 SIZES = (1, 2, 129, 4097)
 """Elements: one, a few, and one more than the groups of the built-in codecs."""
@@ -56,7 +60,8 @@ def check(method: Any, kind: Kind | None = None, **options: Any) -> tuple[str, .
     Args:
         method: The name of a shipped method, ``"module:function"``, or a function or class as
             `Study.run` accepts it.
-        kind: "merge", "outer" or "codec". Default: the kind that its arguments and methods imply.
+        kind: "merge", "outer", "codec", "schedule" or "participation". Default: the kind that its
+            arguments and methods imply.
         options: Arguments of an outer optimizer; ``lr`` is 0.1 by default.
 
     Returns:
@@ -83,8 +88,11 @@ def check(method: Any, kind: Kind | None = None, **options: Any) -> tuple[str, .
     elif chosen == "outer":
         options = {"lr": 0.1, **options}
         table, subject = OUTER, _outer_of(name, options)
-    else:
+    elif chosen == "codec":
         table, subject = CODEC, codec(name)
+    else:
+        table = SCHEDULE if chosen == "schedule" else PARTICIPATION
+        subject = registered(KINDS[chosen][0], name)
     failures = []
     for law, holds in table.items():
         try:
@@ -103,8 +111,9 @@ def check(method: Any, kind: Kind | None = None, **options: Any) -> tuple[str, .
 
 def _kind_of(method: Any) -> Kind:
     if isinstance(method, str) and not is_own(method):
-        if method in SUMMED_RULES + ROBUST_RULES:
-            return "merge"
+        for kind, (words, _) in KINDS.items():
+            if method in SHIPPED[words]:
+                return cast("Kind", kind)
         return "codec" if has_codec(method) else "outer"
     if _is_codec(method):
         return "codec"
@@ -117,9 +126,12 @@ def _kind_of(method: Any) -> Kind:
         needed = [p for p in named.values() if p.default is p.empty and p.kind < 2]
         if "lr" in named or inspect.isclass(method):
             return "outer"
+        if needed and needed[0].name in ("step", "learner"):
+            return "schedule" if needed[0].name == "step" else "participation"
         if len(needed) in (0, 2):
             return "merge" if needed else "codec"
-    raise ConfigError(f"the kind of {method!r} is not clear: pass kind='merge', 'outer' or 'codec'")
+    kinds = ", ".join(map(repr, KINDS))
+    raise ConfigError(f"the kind of {method!r} is not clear: pass kind= with one of {kinds}")
 
 
 def _is_codec(method: Any) -> bool:
@@ -409,3 +421,84 @@ CODEC: dict[str, Callable[[Codec], None]] = {
     "a payload of the wrong size is rejected": _short_payload,
 }
 """The properties of a codec."""
+
+
+LENGTHS = (1, 100, 10_000, None)
+"""Steps of a run; ``None``: it ends by tokens."""
+
+
+def _periods(schedule: Schedule) -> Iterator[tuple[int, int | None, int]]:
+    """Yield steps, lengths of runs, and the period."""
+    for steps in LENGTHS:
+        last = 10_000 if steps is None else steps
+        for step in sorted({*range(0, last, max(1, last // 100)), last}):
+            yield step, steps, period_at(schedule, step, steps)
+
+
+def _valid_periods(schedule: Schedule) -> None:
+    for _ in _periods(schedule):
+        pass
+
+
+def _pure_schedule(schedule: Schedule) -> None:
+    for step, steps, period in _periods(schedule):
+        again = period_at(schedule, step, steps)
+        _require(again == period, f"step={step}, steps={steps} for the second time", again)
+
+
+SCHEDULE: dict[str, Callable[[Schedule], None]] = {
+    "it returns an integer for any step and length of a run": _valid_periods,
+    "the same step gives the same period": _pure_schedule,
+}
+"""The properties of a schedule."""
+
+ROUNDS = 64
+"""Rounds in which a participation rule is tried."""
+
+
+def _rounds(count: int) -> Iterator[tuple[str, TriedRound]]:
+    """Yield rounds, each with its description. Learner i needs 1 + i times as long for a step."""
+    for number in range(1, ROUNDS + 1):
+        tick = 8 * number
+        learners = [
+            Candidate(
+                name=f"learner-{i}",
+                step=tick // (1 + i),
+                has_stepped=number % (1 + i) == 0,
+                missed=i > 0 and number % (1 + i) == 1,
+                step_seconds=1.0 + i,
+            )
+            for i in range(count)
+        ]
+        yield f"round {number} of {count} learners", TriedRound(0, number, tick, learners)
+
+
+def _included(rule: Participation, round: TriedRound) -> list[str]:
+    return [each.name for each in round.learners if why_included(rule, each, round) is not None]
+
+
+def _some_learner(rule: Participation) -> None:
+    for count in LEARNERS:
+        for given, round in _rounds(count):
+            _require(_included(rule, round), given, [])
+
+
+def _each_learner(rule: Participation) -> None:
+    for count in LEARNERS:
+        found = {name for _, round in _rounds(count) for name in _included(rule, round)}
+        _require(len(found) == count, f"{ROUNDS} rounds of {count} learners", sorted(found))
+
+
+def _pure_participation(rule: Participation) -> None:
+    for count in LEARNERS:
+        for given, round in _rounds(count):
+            found, again = _included(rule, round), _included(rule, round)
+            _require(again == found, f"{given} for the second time", again)
+
+
+PARTICIPATION: dict[str, Callable[[Participation], None]] = {
+    "each round has a learner": _some_learner,
+    "each learner takes part sooner or later": _each_learner,
+    "the same round gives the same learners": _pure_participation,
+}
+"""The properties of a participation rule."""

@@ -17,10 +17,13 @@ from torch import nn
 
 from decoupled_diloco.config.method import difference_of
 from decoupled_diloco.config.settings import suggestion
+from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.on_device import moved, placed
-from decoupled_diloco.protocol.messages import Failed, Merge
+from decoupled_diloco.protocol.coordinator_machine import SCHEDULE_FAILED
+from decoupled_diloco.protocol.messages import Failed, Merge, Note
+from decoupled_diloco.protocol.rounds import RULE_FAILED
 from decoupled_diloco.workloads import Batch
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
@@ -36,7 +39,7 @@ from decoupled_diloco_lab.study.functions import (
     steady,
     train_plainly,
 )
-from decoupled_diloco_lab.study.methods import Method, Part
+from decoupled_diloco_lab.study.methods import Method, Part, settings_of_recipe
 from decoupled_diloco_lab.study.show import curves_svg, print_table, progress
 from decoupled_diloco_lab.study.statistics import ALPHA, Equivalence, gaps, interval, tost
 
@@ -136,6 +139,8 @@ class Study:
         merge: Part | None = None,
         outer: Part | None = None,
         codec: Part | None = None,
+        schedule: Part | None = None,
+        participation: Part | None = None,
         sync_every: int | None = None,
         quorum: int | None = None,
         grace_margin: float | None = None,
@@ -146,10 +151,13 @@ class Study:
 
         Args:
             name: "data-parallel" is the reference, "decoupled" the method with default settings.
-                Any other name needs at least one of the other arguments.
+                The name of a recipe, such as "diloco" or "streaming-diloco", has the recipe's
+                `[sync]` and `[outer]`. Any other name needs at least one of the other arguments.
             merge: The merge rule; see docs/how-to/own-method.md for functions of each kind.
             outer: The outer optimizer. ``settings`` sets ``outer.lr`` and ``outer.options``.
             codec: The uplink codec; a function returns it.
+            schedule: A function that returns `sync_every` during the run.
+            participation: The participation rule.
             sync_every: Steps between two syncs of a fragment.
             quorum: Learners that a merge waits for.
             grace_margin: Share of the slack in which a merge waits for more learners.
@@ -166,7 +174,13 @@ class Study:
                 folder has runs of this name with another method.
             DilocoError: A function fails during a run.
         """
-        chosen = {"merge": merge, "outer": outer, "codec": codec}
+        chosen = {
+            "merge": merge,
+            "outer": outer,
+            "codec": codec,
+            "schedule": schedule,
+            "participation": participation,
+        }
         wanted: dict[str, Any] = {
             "sync.sync_every": sync_every,
             "sync.quorum": quorum,
@@ -178,10 +192,13 @@ class Study:
             raise ConfigError(
                 f"name={REFERENCE!r} is the reference, which has no settings: choose another name"
             )
-        if name not in (REFERENCE, DECOUPLED) and not own:
+        recipes = RECIPES.files().keys() - {REFERENCE}
+        if name in recipes:
+            wanted = settings_of_recipe(name, self.learners) | wanted
+        elif name not in (REFERENCE, DECOUPLED) and not own:
             raise ConfigError(
-                f"name={name!r} is not known: {suggestion(name, (REFERENCE, DECOUPLED))} For your "
-                "own method, pass merge=, outer=, codec= or settings= with it"
+                f"name={name!r} is not known: {suggestion(name, (REFERENCE, DECOUPLED, *recipes))} "
+                "For your own method, pass merge=, outer=, codec= or settings= with it"
             )
         method = Method.make(chosen, wanted, faults)
         source = {
@@ -267,7 +284,10 @@ class Study:
 
         def watch(process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
             if isinstance(event, Failed) and isinstance(event.order, Merge):
-                failures.append(event.reason)
+                failures.append(f"a merge of {name!r} with seed={seed} failed: {event.reason}")
+            for each in effects:
+                if isinstance(each, Note) and each.text in (RULE_FAILED, SCHEDULE_FAILED):
+                    failures.append(f"{name!r} with seed={seed} failed: {each.why}")
 
         def on_step(learner: Any) -> None:
             advance()
@@ -282,9 +302,19 @@ class Study:
             system.checks, system.on_step = False, on_step
             if method.faults is not None:
                 method.faults(system)
-            outcome = system.run(stop=lambda: system.finished or failures, until=FOREVER_SECONDS)  # type: ignore[arg-type,return-value]
+            children = system.supervisor.children.values()
+            outcome = system.run(
+                stop=lambda: (
+                    system.finished or bool(failures) or any(child.down for child in children)
+                ),
+                until=FOREVER_SECONDS,
+            )
+            for child in children:
+                if child.down:
+                    words = system.supervisor.last_words(child.name)
+                    failures.append(f"{child.name} of {name!r} with seed={seed} failed: {words}")
             if failures:
-                raise DilocoError(f"a merge of {name!r} with seed={seed} failed: {failures[0]}")
+                raise DilocoError(failures[0])
             if outcome != "stop":
                 raise DilocoError(
                     f"{name!r} with seed={seed} stalled after {run.tokens} tokens ({outcome}): "

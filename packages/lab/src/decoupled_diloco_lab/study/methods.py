@@ -11,6 +11,7 @@ from typing import Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.plugins import load_plugins, method_named, register_method
 from decoupled_diloco.config.settings import is_own
+from decoupled_diloco.config.toml_files import RECIPES, read_run_tables
 from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco_lab.study.functions import source_digest
 
@@ -21,8 +22,25 @@ KINDS = {
     "merge": ("merge rule", "sync.merge.rule"),
     "outer": ("outer optimizer", "outer.optimizer"),
     "codec": ("codec", "sync.codec.uplink"),
+    "schedule": ("schedule", "sync.schedule"),
+    "participation": ("participation rule", "sync.participation"),
 }
 """Each argument of `Study.run` that may be a function: its kind, and its setting."""
+
+
+def settings_of_recipe(name: str, learners: int) -> dict[str, Any]:
+    """Return the method of a shipped recipe for a number of learners, by dotted keys.
+
+    A recipe that waits for all of its learners waits for all of these.
+    """
+    tables = read_run_tables(RECIPES.files()[name])
+    if tables["sync"].get("quorum") == tables["run"]["learners"]:
+        tables["sync"]["quorum"] = learners
+    return {
+        f"{key}.{inner}": value
+        for key in ("sync", "outer")
+        for inner, value in tables.get(key, {}).items()
+    }
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.settings import is_own
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError
@@ -210,6 +211,12 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
             "support, because each merge of one learner is sent to all learners: plan it with "
             "participation='active', and divide the downlink's rate by the number of learners"
         )
+    for name, own in (("schedule", sync.schedule), ("participation", sync.participation)):
+        if own is not None and is_own(own):
+            raise ConfigError(
+                f"the run {config.run.name!r} has {name}={own!r}, which the planner does not "
+                f"support: plan it without {name}, for each value of sync_every that it may have"
+            )
     options = options_of(config)
     same = ("quorum", "period", "fragments", "overlap", "grace_margin", "shards")
     return {
