@@ -113,10 +113,10 @@ class CodecSettings(Settings):
     """Number format of what the syncer sends, with the names of `uplink`. What the codec leaves out
     stays in the fp32 master copy and is sent with the next version."""
 
-    error_feedback: bool | None = None
-    """Whether a learner adds what the uplink codec left out to its next contribution. It costs 4
-    bytes of host memory per parameter. Default: false for "fp32" and "bf16", true for the
-    others."""
+    error_feedback: bool = True
+    """Whether a learner adds what an uplink codec left out to its next contribution. Once it sends
+    in another codec than "fp32" and "bf16", which leave out too little, this costs 4 bytes of host
+    memory per parameter."""
 
     feedback_decay: float = Field(default=1.0, gt=0, le=1)
     """β: share of what was left out that is added to the next contribution, greater than 0 to 1.
@@ -125,10 +125,12 @@ class CodecSettings(Settings):
     @property
     def feedback(self) -> float | None:
         """β of the error feedback; None without error feedback."""
-        wanted = self.error_feedback
-        if wanted is None:
-            wanted = not set(self.uplinks) <= set(EXACT_CODECS)
+        wanted = self.error_feedback and not self._are_exact
         return self.feedback_decay if wanted else None
+
+    @property
+    def _are_exact(self) -> bool:
+        return set(self.uplinks) <= set(EXACT_CODECS)
 
     @property
     def uplinks(self) -> tuple[str, ...]:
@@ -147,8 +149,11 @@ class CodecSettings(Settings):
         return max(1, min(CHAIN_MAX, ceil(32 / bits_of(self.downlink)) - 1))
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`feedback_decay` without error feedback."""
-        return {"feedback_decay": "without error feedback"} if self.feedback is None else {}
+        """The settings of error feedback with exact codecs, and its decay without it."""
+        if self._are_exact:
+            because = f"with uplink={self.uplink!r}, which leaves out too little"
+            return dict.fromkeys(("error_feedback", "feedback_decay"), because)
+        return {} if self.error_feedback else {"feedback_decay": "without error feedback"}
 
     @field_validator("uplink", "downlink")
     @classmethod
