@@ -214,16 +214,16 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
         **model_of(config),
         "learners": config.run.learners,
         "partition": sync.partition.scheme,
-        "up": _uplink(config),
+        "up": _uplinks(config),
         "down": sync.codec.downlink,
         "run_sites": tuple((s.name, len(s.learners), s.upstream) for s in config.sites),
     }
 
 
-def _uplink(config: RunConfig) -> str:
-    """Return the format of contributions; masked ones have whole bytes."""
+def _uplinks(config: RunConfig) -> str:
+    """Return the ladder of contributions' formats; masked ones have whole bytes."""
     if not config.privacy.secure_sums:
-        return config.sync.codec.uplinks[0]
+        return ",".join(config.sync.codec.uplinks)
     from decoupled_diloco.merge.fixed_point import FixedPoint  # imports torch
 
     return f"{FixedPoint.of(config.privacy.bits, config.run.learners).modulus_bits}bit"
