@@ -31,6 +31,10 @@ BITS = {
 }
 """The built-in codecs, and their bits per element."""
 
+UPLINK_LADDER = ("bf16", "int8", "int4", "int2")
+"""The default ladder. "topk" is not in it, because its loss was above that of a learner that hardly
+takes part."""
+
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """The built-in outer optimizers; every other name is a class of torch.optim."""
 
@@ -100,14 +104,15 @@ class CodecSettings(Settings):
 
     table: ClassVar[str] = "[sync.codec]"
 
-    uplink: str | Names = "bf16"
+    uplink: str | Names = UPLINK_LADDER
     """Number format of what learners send. "fp32" is exact, for baselines. "bf16" halves the
     traffic at the same quality (paper, text 55.4 against 55.3). "int8", "int4", "fp4-e3m0" and
     "int2" have 8, 4, 4 and 2 bits, and one scale per 128 elements. "topk" sends the largest 80 of
     each 4,096 elements in 2 bits each; "topk-40" sends the largest 40. "module:function" is your
     own codec, and so is a name that a module in `run.imports` registers. A list is a ladder, most
-    exact first: ["bf16", "int4"]. Each learner starts with the first codec. It then uses the first
-    one that its link carries within `overlap_steps`."""
+    exact first. Each learner starts with the first codec. It then uses the first one that its link
+    carries within `overlap_steps`. With the default ladder (ours), a learner whose link carries
+    bf16 sends nothing else. A single name is the same codec for all."""
 
     downlink: str = "bf16"
     """Number format of what the syncer sends, with the names of `uplink`. What the codec leaves out
