@@ -915,8 +915,10 @@ def serve(state: SyncerState, options: Options, now: float, member: Member) -> l
     ready += [p for p in soon & state.fragments.keys() if _can_be_served(state, options, member, p)]
     least = min(member.contributions[p] for p in ready)
     fragment, *upcoming = sorted(ready, key=lambda p: _urgency(state, options, member, p, least))
+    why = "the fragment is in its backlog, and its link is free"
+    if fragment not in member.backlog:
+        why = "it has a backlog, and the fragment is due soon"
     member.backlog.discard(fragment)
-    why = "it has a backlog, and its link is free"
     upcoming = upcoming[: options.open_rounds_max]
     base = _held_base(state, options, member, fragment)
     assert base is not None
