@@ -22,23 +22,24 @@ def _cells() -> dict[str, Cell]:
             cells[f"dp {inner} {rate:g}"] = replace(cell, plain=True)
             cells[f"M=4 {inner} {rate:g}"] = cell
     wires = {
-        "int8": ("int8", "int8", None),
-        "int4": ("int4", "int4", None),
-        "e3m0": ("fp4-e3m0", "fp4-e3m0", None),
-        "int2": ("int2", "int2", None),
-        "int2 down int4": ("int2", "int4", None),
-        "topk down int4": ("topk", "int4", None),
-        "topk down int2": ("topk", "int2", None),
-        "topk": ("topk", "topk", None),
-        "topk-40 down int4": ("topk-40", "int4", None),
-        "topk-160 down int4": ("topk-160", "int4", None),
+        "int8": ("int8", "int8", True),
+        "int4": ("int4", "int4", True),
+        "e3m0": ("fp4-e3m0", "fp4-e3m0", True),
+        "int2": ("int2", "int2", True),
+        "int2 down int4": ("int2", "int4", True),
+        "topk down int4": ("topk", "int4", True),
+        "topk down int2": ("topk", "int2", True),
+        "topk": ("topk", "topk", True),
+        "topk-40 down int4": ("topk-40", "int4", True),
+        "topk-160 down int4": ("topk-160", "int4", True),
         "int4 without feedback": ("int4", "int4", False),
         "int2 without feedback": ("int2", "int2", False),
         "topk down int4 without feedback": ("topk", "int4", False),
     }
     for inner, rate in RATES.items():
         for name, (up, down, feedback) in wires.items():
-            sync = {"codec": {"uplink": up, "downlink": down, "error_feedback": feedback}}
+            without = {} if feedback else {"error_feedback": False}
+            sync = {"codec": {"uplink": up, "downlink": down, **without}}
             cells[f"M=4 {inner} {rate:g} {name}"] = Cell(inner=inner, rate=rate, sync=sync)
     return cells
 

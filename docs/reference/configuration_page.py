@@ -5,6 +5,7 @@ python docs/reference/configuration_page.py
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -153,7 +154,9 @@ def _default(field: FieldInfo) -> str:
         return "default: empty"
     if field.default in (None, PydanticUndefined):
         return "not set by default"
-    value = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    value = field.default
+    if isinstance(value, bool | tuple):
+        value = json.dumps(value)  # as in TOML
     return f"default: `{value}`"
 
 

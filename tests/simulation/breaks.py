@@ -62,8 +62,8 @@ CORE = (
     ),
     Break(
         "backlog-first-fragment",
-        "return (not waits, 0.0, fragment)",
-        "a backlog is requested by fragment number and not by waiting time",
+        "return (not waits, False, 0, 0, fragment)",
+        "a backlog is requested by fragment number, so that some fragments never have their turn",
         Changes(endless=True),
         noticed_by=11,
     ),

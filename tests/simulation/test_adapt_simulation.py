@@ -13,10 +13,19 @@ from typing import Any
 
 import pytest
 
+from cases import long_after
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.adapt import AdaptLimits
-from decoupled_diloco.protocol.messages import Fold, Note, RoundFinished, SendBody, StepFinished
+from decoupled_diloco.protocol.messages import (
+    Apply,
+    Fold,
+    Note,
+    RoundFinished,
+    SendBody,
+    StepFinished,
+)
 from decoupled_diloco.run_model import run_of
 from decoupled_diloco.show.explain import explain_round, explain_step
 from decoupled_diloco.tape.reader import TapeReader
@@ -33,9 +42,15 @@ MBIT = 125_000.0
 class Seen:
     """Records each learner's codecs, merged contributions and notes about them."""
 
-    def __init__(self, rates: Sequence[float], ladder: Any = LADDER, **settings: Any) -> None:
+    def __init__(
+        self,
+        rates: Sequence[float],
+        ladder: Any = LADDER,
+        options: Options | None = None,
+        **settings: Any,
+    ) -> None:
         values = {"fragments": 24, "period": 24, "overlap": 2, **settings}
-        options = Options(ladder=ladder, **values)
+        options = options or Options(ladder=ladder, **values)
         specs = [
             LearnerSpec(
                 f"learner-{n}",
@@ -48,21 +63,36 @@ class Seen:
         ]
         sizes = [4.0 * PARAMETERS] * 24
         self.world = Crowd(options, specs, seed=1, fragment_bytes=sizes, checks=False)
-        self.codecs: dict[str, list[str]] = defaultdict(list)
-        self.folded: dict[str, int] = defaultdict(int)
-        self.steps: dict[str, int] = defaultdict(int)
+        self.clear()
         self.notes: list[tuple[float, Note]] = []
         self.revisions: list[tuple[float, Note]] = []
         self.late: list[Note] = []
-        self.merged = 0
         self.world.recorders.append(self)
 
+    def clear(self) -> None:
+        """Count from now on."""
+        self.codecs: dict[str, list[str]] = defaultdict(list)
+        self.folded: dict[str, int] = defaultdict(int)
+        self.steps: dict[str, int] = defaultdict(int)
+        self.tokens: dict[str, int] = defaultdict(int)
+        self.discarded: dict[str, int] = defaultdict(int)
+        self.merged = 0
+
+    def counted(self, learner: str) -> float:
+        """Return the share of a learner's tokens that it has not discarded."""
+        fragments = self.world.options.fragments
+        return 1 - self.discarded[learner] / fragments / self.tokens[learner]
+
     def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        self.steps[process] += isinstance(event, StepFinished)
+        if isinstance(event, StepFinished):
+            self.steps[process] += 1
+            self.tokens[process] += event.tokens
         for effect in effects:
             match effect:
                 case SendBody(codec=codec):
                     self.codecs[process].append(codec)
+                case Apply(discarded_tokens=discarded):
+                    self.discarded[process] += discarded
                 case Fold(learner=learner):
                     self.folded[learner] += 1
                 case Note(text) if "now sends in" in text:
@@ -87,6 +117,24 @@ def test_each_of_three_sites_uses_the_codec_that_its_link_carries() -> None:
         assert seen.folded[f"learner-{n}"] >= 0.9 * seen.steps[f"learner-{n}"]
     assert len(seen.notes) == 2, [note.text for _, note in seen.notes]
     assert seen.notes[0][1].why.startswith("2 payloads took too long, the last one ")
+
+
+@pytest.mark.parametrize("shards", long_after(1, [1, 2]))
+def test_half_of_a_slow_learners_tokens_count_with_the_defaults(shards: int) -> None:
+    """One uplink of four has a twelfth of the bandwidth that bf16 needs: 16 Mbit per second."""
+    options = options_of(RunConfig(run={"max_steps": 10_000}, syncer={"shards": shards}))
+    seen = Seen([1000, 1000, 1000, 16 / 12], options=options)
+    slow, warm_up = "learner-3", 100.0
+    seen.world.run(until=warm_up)
+    seen.clear()
+    seen.world.run(until=warm_up + 360)
+    assert {note.text for _, note in seen.notes} <= {f"{slow} now sends in int2 (before: bf16)"}
+    assert seen.counted(slow) >= 0.5
+    assert seen.merged >= 0.98 * 360
+    for n in range(3):
+        assert set(seen.codecs[f"learner-{n}"]) == {"bf16"}
+        assert seen.folded[f"learner-{n}"] >= 0.98 * seen.merged, "it is in each round"
+        assert seen.counted(f"learner-{n}") >= 0.9, "as without a slow learner"
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int2"])
@@ -187,7 +235,7 @@ def test_a_plan_is_explained_and_replays(tmp_path: Path) -> None:
     limits = {"sync_every": [4, 16], "overlap_steps": [2, 6], "learner_share": 1.0}
     config = RunConfig(
         run={"folder": tmp_path, "learners": 2, "max_steps": 80},
-        sync={"fragments": 4, "sync_every": 4, "adapt": limits},
+        sync={"fragments": 4, "sync_every": 4, "codec": {"uplink": "bf16"}, "adapt": limits},
         syncer={"port": 0},
     )
     slow = LearnerSpec("learner-1", step_seconds=1.0, up_bytes_per_second=250.0)

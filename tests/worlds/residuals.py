@@ -65,7 +65,7 @@ class Sent:
     codec: str
     taken: tuple[Tensor, ...]
     changes: Tensor | None = None
-    leaves: Tensor | None = None
+    leaves: tuple[Tensor, ...] | None = None
     lost: bool = False
     accepted: bool = False
 
@@ -173,8 +173,9 @@ class Residuals:
         body = uplink.encode(u)
         text = f"{host.name}: {event.ask} of fragment {event.fragment} has a wrong residual"
         assert body_digest(body, uplink) == event.digest, text
-        sent.leaves = u - uplink.decode(body, len(u))
-        sent.leaves[plan.moments_start(event.fragment) :] = 0.0  # moments are values, not changes
+        left = u - uplink.decode(body, len(u))
+        left[plan.moments_start(event.fragment) :] = 0.0  # moments are values, not changes
+        sent.leaves = () if uplink.is_exact else (left,)
 
     def _ordered(
         self, fragments: list[Local], event: Any, effect: Any, before: Sequence[Any]
@@ -190,8 +191,7 @@ class Residuals:
                 sent = local.sent.pop(ask)
                 local.made &= gone or sent.base != local.held
                 unsent = sent.changes is not None and sent.leaves is None
-                leaves = () if sent.leaves is None else (sent.leaves,)
-                local.left += leaves if gone and not unsent else sent.taken
+                local.left += (sent.leaves or ()) if gone and not unsent else sent.taken
             case ForgetResidual(fragment):
                 assert not fragments[fragment].left, f"{effect} for {event}"
             case Apply(fragment, version):

@@ -276,10 +276,7 @@ def config_of(
         "grace_margin": options.grace_margin,
         "participation": PARTICIPATION[options.participants],
         "wait": options.wait,
-        "codec": {
-            "uplink": tuple(name for name, _ in options.ladder) or options.uplink_codec,
-            "error_feedback": options.error_feedback,
-        },
+        "codec": {"uplink": tuple(name for name, _ in options.ladder) or options.uplink_codec},
         "merge": {"counter_cap_periods": options.counter_cap_periods},
         "late": {"policy": options.late},
         "apply": {
@@ -311,7 +308,7 @@ def config_of(
         if options.norm_gate:
             sync["merge"]["oversized"] = options.oversized
     if options.secure:
-        del sync["late"], sync["codec"]["uplink"], sync["codec"]["error_feedback"]
+        del sync["late"], sync["codec"]["uplink"]
         sync["merge"].pop("norm_gate", None)
     if initial is not None:
         sync["initial_weights"] = initial

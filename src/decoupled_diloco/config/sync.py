@@ -31,6 +31,10 @@ BITS = {
 }
 """The built-in codecs, and their bits per element."""
 
+UPLINK_LADDER = ("bf16", "int8", "int4", "int2")
+"""The default ladder. "topk" is not in it, because its loss was above that of a learner that hardly
+takes part."""
+
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """The built-in outer optimizers; every other name is a class of torch.optim."""
 
@@ -102,23 +106,24 @@ class CodecSettings(Settings):
 
     table: ClassVar[str] = "[sync.codec]"
 
-    uplink: str | Names = "bf16"
+    uplink: str | Names = UPLINK_LADDER
     """Number format of what learners send. "fp32" is exact, for baselines. "bf16" halves the
     traffic at the same quality (paper, text 55.4 against 55.3). "int8", "int4", "fp4-e3m0" and
     "int2" have 8, 4, 4 and 2 bits, and one scale per 128 elements. "topk" sends the largest 80 of
     each 4,096 elements in 2 bits each; "topk-40" sends the largest 40. "module:function" is your
     own codec, and so is a name that a module in `run.imports` registers. A list is a ladder, most
-    exact first: ["bf16", "int4"]. Each learner starts with the first codec. It then uses the first
-    one that its link carries within `overlap_steps`."""
+    exact first. Each learner starts with the first codec. It then uses the first one that its link
+    carries within `overlap_steps`. With the default ladder (ours), a learner whose link carries
+    bf16 sends nothing else. A single name is the same codec for all."""
 
     downlink: str = "bf16"
     """Number format of what the syncer sends, with the names of `uplink`. What the codec leaves out
     stays in the fp32 master copy and is sent with the next version."""
 
-    error_feedback: bool | None = None
-    """Whether a learner adds what the uplink codec left out to its next contribution. It costs 4
-    bytes of host memory per parameter. Default: false for "fp32" and "bf16", true for the
-    others."""
+    error_feedback: bool = True
+    """Whether a learner adds what an uplink codec left out to its next contribution. Once it sends
+    in another codec than "fp32" and "bf16", which leave out too little, this costs 4 bytes of host
+    memory per parameter."""
 
     feedback_decay: float = Field(default=1.0, gt=0, le=1)
     """β: share of what was left out that is added to the next contribution, greater than 0 to 1.
@@ -127,10 +132,12 @@ class CodecSettings(Settings):
     @property
     def feedback(self) -> float | None:
         """β of the error feedback; None without error feedback."""
-        wanted = self.error_feedback
-        if wanted is None:
-            wanted = not set(self.uplinks) <= set(EXACT_CODECS)
+        wanted = self.error_feedback and not self._are_exact
         return self.feedback_decay if wanted else None
+
+    @property
+    def _are_exact(self) -> bool:
+        return set(self.uplinks) <= set(EXACT_CODECS)
 
     @property
     def uplinks(self) -> tuple[str, ...]:
@@ -149,8 +156,11 @@ class CodecSettings(Settings):
         return max(1, min(CHAIN_MAX, ceil(32 / bits_of(self.downlink)) - 1))
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`feedback_decay` without error feedback."""
-        return {"feedback_decay": "without error feedback"} if self.feedback is None else {}
+        """The settings of error feedback with exact codecs, and its decay without it."""
+        if self._are_exact:
+            because = f"with uplink={self.uplink!r}, which leaves out too little"
+            return dict.fromkeys(("error_feedback", "feedback_decay"), because)
+        return {} if self.error_feedback else {"feedback_decay": "without error feedback"}
 
     @field_validator("uplink", "downlink")
     @classmethod

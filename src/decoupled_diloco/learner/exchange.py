@@ -4,8 +4,8 @@ Pure arithmetic on the orders of `LearnerMachine`. The training thread calls `sn
 at step boundaries; the background calls the rest. A tensor that is stored here is never written to
 again, so another thread may still read it after a newer one has replaced it.
 
-Host memory: 4 bytes per parameter for the published copies, with error feedback 4 more for the
-residuals, and a few fragments in flight.
+Host memory: 4 bytes per parameter for the published copies, 4 more for the residuals once the
+learner sends in an inexact codec with error feedback, and a few fragments in flight.
 
 *Error feedback* (rule 19). A codec leaves a *residual* out of a contribution. The residual is added
 to the fragment's next contribution:
@@ -86,7 +86,7 @@ class Capture:
         """Encode the contribution with the requested codec.
 
         Returns:
-            The payload, uint8 [B], its digest, and with error feedback its residual, fp32 [N].
+            The payload, uint8 [B], its digest, and its residual, fp32 [N], if it has one.
 
         Raises:
             ConfigError: This process does not have the codec.
@@ -98,10 +98,10 @@ class Capture:
 
 @dataclass
 class UnderWay:
-    """The residuals that a contribution took and, once it is encoded, its own residual."""
+    """The residuals that a contribution took and, once it is encoded, its own, if it has one."""
 
     taken: tuple[Values, ...]
-    leaves: Values | None = None
+    leaves: tuple[Values, ...] | None = None
 
 
 class LearnerTensors:
@@ -224,7 +224,7 @@ class LearnerTensors:
     def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
         """Note the residual of a captured contribution, which is now encoded."""
         if (entry := self.under_way.get((fragment, ask))) is not None:
-            entry.leaves = residual
+            entry.leaves = () if residual is None else (residual,)
 
     def settle(self, fragment: int, ask: Asking, *, gone: bool) -> None:
         """Store the residual that remains of a contribution; see `Settle`."""
@@ -232,7 +232,7 @@ class LearnerTensors:
         left = entry.taken  # also if it was never encoded, and so never sent
         # break: merged-keeps-old-residual, refused-keeps-encoding-loss
         if gone and entry.leaves is not None:
-            left = (entry.leaves,)
+            left = entry.leaves
         self.residuals[fragment] += left  # break: residual-overwrites-later
 
     def kept_residual(self, fragment: int, ask: Asking | None) -> tuple[Values, ...]:

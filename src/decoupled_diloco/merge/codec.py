@@ -48,6 +48,10 @@ class Codec(Protocol):
         if payloads cannot be split.
         """
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it leaves out too little of a vector for error feedback to matter."""
+
     def nbytes(self, numel: int) -> int:
         """Return B, the size in bytes of a payload of N elements."""
 
@@ -104,6 +108,7 @@ class RawCodec:
     """
 
     group = 1
+    is_exact = True
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -185,6 +190,7 @@ class BuffersExact:
         self._moment_nbytes = [self._moments.nbytes(size) for size in moment_sizes]
         self.tail_nbytes = [4 * size for size in buffer_sizes] + self._moment_nbytes
         self.name = parameters.name
+        self.is_exact = parameters.is_exact
 
     def nbytes(self, numel: int) -> int:
         moments = sum(self._moment_sizes)
@@ -254,6 +260,8 @@ class CustomCodec:
         name: The codec's name on the wire.
         own: The user's codec.
     """
+
+    is_exact = False
 
     def __init__(self, name: str, own: SimpleCodec) -> None:
         self.name = name

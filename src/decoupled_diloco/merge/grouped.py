@@ -29,6 +29,8 @@ class GroupedCodec:
         record: R, the bytes per group.
     """
 
+    is_exact = False
+
     def __init__(self, name: str, group: int, record: int) -> None:
         self.name = name
         self.group = group

@@ -200,16 +200,22 @@ class MergePlan:
     def encode(
         self, d: Tensor, residuals: Sequence[Tensor], uplink: Codec
     ) -> tuple[Tensor, Tensor | None]:
-        """Encode a contribution; return its payload and, with error feedback, its residual [N].
+        """Encode a contribution; return its payload and its residual [N], if it has one.
 
         Args:
             d: The contribution, fp32 [N]; changed in place with error feedback.
             residuals: The residuals of earlier contributions; their sum is used.
             uplink: The codec of the contribution.
         """
-        if self.feedback is None:
-            return uplink.encode(d), None
-        return encode_with_feedback(d, residuals, self.feedback, uplink)
+        if (feedback := self.feedback_of(uplink)) is not None:
+            return encode_with_feedback(d, residuals, feedback, uplink)
+        for residual in residuals:  # of an inexact codec before
+            d.add_(residual, alpha=self.feedback or 0.0)
+        return uplink.encode(d), None
+
+    def feedback_of(self, uplink: Codec) -> float | None:
+        """Return β for a codec; None for an exact one, which needs no memory for residuals."""
+        return None if uplink.is_exact else self.feedback
 
     def outer_of(self, fragment: int) -> OuterOptimizer:
         """Create an outer optimizer for a fragment."""

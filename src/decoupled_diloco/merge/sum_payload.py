@@ -66,13 +66,13 @@ def write_sum(
     sums, wire = state["sums"], plan.uplink_of(fragment)
     scales = _scales(plan, fragment, accumulator.weight, state["norm_sums"].tolist())
     _multiply(sums, scales)
-    if plan.feedback is None:
+    if (feedback := plan.feedback_of(wire)) is None:
         body, left = wire.encode(sums), None
     else:
         scaled = tuple(residual.clone() for residual in residuals)
         for residual in scaled:
             _multiply(residual, scales)
-        body, left = encode_with_feedback(sums, scaled, plan.feedback, wire)
+        body, left = encode_with_feedback(sums, scaled, feedback, wire)
         _multiply(left, scales, inverse=True)
     head = (state["count"], state["weight"], state["heaviest"])
     per_segment = (state["norm_sums"], state["single_weights"], state["kinds"])

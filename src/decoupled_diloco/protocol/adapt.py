@@ -11,6 +11,10 @@ as needed. It moves up one rung when a number of payloads in a row would have fi
 finer codec. That number doubles each time the learner must move down again soon after, which
 prevents flapping.
 
+Fewer bits do not help where a round trip or a busy processor takes the time. If the first payloads
+in a coarser codec are hardly faster, the learner moves back. Before the next attempt, twice as many
+payloads in a row must be late.
+
 The participation rate needs no setting: a learner whose link cannot carry even the last codec of
 the ladder receives requests as fast as its link permits (`rounds`, backlog).
 
@@ -48,7 +52,10 @@ FITS_WELL = 0.5
 
 
 LATE_MAX = 2
-"""A coarser codec is chosen after this number of late payloads in a row."""
+"""A coarser codec is chosen after this number of late payloads in a row.
+
+It is undone after as many payloads that are hardly faster.
+"""
 
 
 PATIENCE = 8
@@ -59,6 +66,13 @@ The number doubles, up to ``PATIENCE_MAX``, each time the change was too early.
 
 
 PATIENCE_MAX = 256
+
+
+IN_VAIN_MAX = 32
+"""Most late payloads in a row that are needed after coarser codecs did not help.
+
+A few of them bound the time for which a link that only seemed not to improve keeps its codec.
+"""
 
 
 SMOOTHING = 0.3
@@ -80,12 +94,15 @@ class Hysteresis:
     Attributes:
         wanted: Number of observations in a row that must find room for a finer setting. Doubles
             when a change was too early.
+        late_max: Number of late observations in a row before a coarser setting. Doubles when a
+            change did not help.
         late: Observations in a row in which the link was behind.
         well: Observations in a row with room for the finer setting.
         since: Observations since the last change to a finer setting.
     """
 
     wanted: int = PATIENCE
+    late_max: int = LATE_MAX
     late: int = 0
     well: int = 0
     since: int = SOON
@@ -95,7 +112,7 @@ class Hysteresis:
         self.since += 1
         self.late = self.late + 1 if late else 0
         self.well = self.well + 1 if well else 0
-        if self.late >= LATE_MAX:
+        if self.late >= self.late_max:
             self.late = self.well = 0
             if self.since < SOON:
                 self.wanted = min(PATIENCE_MAX, 2 * self.wanted)
@@ -124,9 +141,14 @@ class Uplink:
         patience: Hysteresis with one observation per payload.
         per_bit: Seconds per payload for each bit per element.
         free_at: When its last payload arrived.
+        trial: The finer rung before a change to a coarser one, and the seconds below which a
+            payload must stay to show that the change helps; ``None``: it does.
+        in_vain: Payloads in a row that took longer.
     """
 
     rung: int = 0
+    trial: tuple[int, float] | None = None
+    in_vain: int = 0
     patience: Hysteresis = field(default_factory=Hysteresis)
     per_bit: MovingAverage = field(default_factory=MovingAverage)
     free_at: float = float("-inf")
@@ -163,6 +185,8 @@ def arrived(
     name, bits = ladder[uplink.rung]
     seconds = now - max(began_at, uplink.free_at)
     uplink.free_at = now  # the next payload may have queued behind this one: time it from here
+    if (choice := _back_if_in_vain(uplink, ladder, seconds)) is not None:
+        return choice
     uplink.per_bit.update(seconds / bits, SMOOTHING)
     late = seconds > FITS * allowed and uplink.rung + 1 < len(ladder)
     finer = ladder[uplink.rung - 1][1] if uplink.rung else 0.0
@@ -181,13 +205,34 @@ def arrived(
 
 
 def _down(uplink: Uplink, ladder: Ladder, seconds: float, allowed: float, name: str) -> Choice:
-    per_bit = seconds / ladder[uplink.rung][1]
-    rungs = range(uplink.rung + 1, len(ladder))
+    before = uplink.rung
+    per_bit = seconds / ladder[before][1]
+    rungs = range(before + 1, len(ladder))
     fits = (rung for rung in rungs if per_bit * ladder[rung][1] <= FITS * allowed)
     uplink.rung = next(fits, len(ladder) - 1)
     uplink.per_bit = MovingAverage(per_bit)  # the old average describes a faster link
-    why = f"{LATE_MAX} payloads took too long, the last one {seconds:.3g} s of {allowed:.3g} s"
+    # Halfway between a payload that is as fast as its bits promise, and one that is not faster.
+    uplink.trial = before, (seconds + per_bit * ladder[uplink.rung][1]) / 2
+    late_max = uplink.patience.late_max
+    why = f"{late_max} payloads took too long, the last one {seconds:.3g} s of {allowed:.3g} s"
     return Choice(ladder[uplink.rung][0], name, why)
+
+
+def _back_if_in_vain(uplink: Uplink, ladder: Ladder, seconds: float) -> Choice | None:
+    """Undo a change to a coarser codec whose first payloads are hardly faster."""
+    if uplink.trial is None:
+        return None
+    rung, limit = uplink.trial
+    uplink.in_vain = uplink.in_vain + 1 if seconds > limit else 0
+    if not uplink.in_vain:
+        uplink.trial, uplink.patience.late_max = None, LATE_MAX
+    if uplink.in_vain < LATE_MAX:
+        return None
+    name, uplink.rung = ladder[uplink.rung][0], rung
+    uplink.trial, uplink.in_vain, uplink.per_bit = None, 0, MovingAverage()
+    uplink.patience.late_max = min(IN_VAIN_MAX, 2 * uplink.patience.late_max)
+    why = f"fewer bits do not help: a payload still took {seconds:.3g} s"
+    return Choice(ladder[rung][0], name, why)
 
 
 # Revisions of H and τ

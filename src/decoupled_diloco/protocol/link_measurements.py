@@ -78,15 +78,14 @@ def pass_on(state: SyncerState, revision: Revision) -> list[SyncerEffect]:
 def payload_arrived(
     state: SyncerState, options: Options, now: float, member: Member, ask: Ask
 ) -> list[SyncerEffect]:
-    """Measure a learner's uplink by a payload, and change its codec if necessary.
-
-    A payload in an earlier codec is ignored.
-    """
+    """Measure a learner's uplink by a payload, and change its codec if necessary."""
     began_at, step = ask.announced_at, state.step_seconds
     if not (options.ladder or options.adapt) or began_at is None or not step:
         return []
     ladder = options.rungs
     if (ask.codec or options.uplink_codec) != ladder[member.uplink.rung][0]:
+        # It says nothing about the present codec, but the next payload may have queued behind it.
+        member.uplink.free_at = now
         return []
     member.needs.answer.update(now - ask.asked_at, SMOOTHING)
     allowed = body_seconds(options.overlap, options.period, options.fragments, step)

@@ -146,6 +146,7 @@ def holding(
     member.again[message.fragment] = message.again
     member.held_at = now
     fragment = message.fragment
+    member.held_step[fragment] = member.step
     entry = state.fragments[fragment]
     if entry.version == message.version and member.learner in entry.awaited:
         assert entry.published_at is not None

@@ -146,6 +146,16 @@ class ByClock:
         """Return the step for which a learner receives a request."""
         return state.clock if round is None else round.tick
 
+    def due_soon(self, options: Options, clock: int) -> set[int]:
+        """Return the fragments that are due within τ·S ticks, for a learner with a backlog.
+
+        On average, a shard has as many of them as all shards have within τ ticks.
+        """
+        if options.wait != "never":
+            return set()  # a synchronous contribution has exactly H steps
+        ticks = range(clock + 1, clock + 1 + options.overlap * options.shards)
+        return {fragment for tick in ticks for fragment in options.due(tick)}
+
     def folded(self, state: SyncerState, fragment: int) -> None:
         """Do nothing: a folded contribution waits for the fragment's round."""
 
@@ -235,6 +245,9 @@ class ByOwnSteps(ByClock):
 
     def tick(self, state: SyncerState, member: Member, round: Round | None) -> int:
         return round.tick if round is not None and round.final else member.step
+
+    def due_soon(self, options: Options, clock: int) -> set[int]:
+        return set()  # no clock makes them due
 
     def folded(self, state: SyncerState, fragment: int) -> None:
         if state.phase != "running":

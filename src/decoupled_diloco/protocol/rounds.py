@@ -18,9 +18,11 @@ round. No process waits for a slow link, and everything that the link delivers i
 *Flow*. A learner has at most as many contributions in progress as a shard has slots. If this limit
 prevents a request for a fragment, the fragment enters the learner's *backlog*. A learner with a
 backlog sends one payload at a time. When it arrives, the learner at once receives a request,
-outside of any round, for the backlog fragment that has waited longest for its contribution. Rounds
-that lack their quorum come first. A slow link is therefore always busy, and every fragment receives
-contributions from every learner equally often.
+outside of any round, for a fragment in its backlog or due soon: the one that it has trained
+longest, because the next copy discards what no contribution contains. A fragment with two
+contributions more than another one waits for it. Rounds that lack their quorum come first. A slow
+link is therefore always busy, and every fragment receives contributions from every learner equally
+often.
 
 *Base*. A request is for a contribution from the version that the learner holds, usually the newest.
 A learner with a slow downlink hardly ever holds the newest. It may contribute from an older
@@ -108,6 +110,14 @@ ANSWER_SECONDS = 5.0
 """In each stage of a secure sum, a learner has at least this time to answer.
 
 Its background answers, even while its loop is stalled.
+"""
+
+
+AHEAD_MAX = 1
+"""A fragment waits if a learner with a backlog has contributed to it more often than to another one
+by more than this number.
+
+0 would request a fragment that was overwritten a moment ago only because its turn has come.
 """
 
 
@@ -288,7 +298,7 @@ def _fold(
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
     fold = replace(fold, relay=ask.relay, party=ask.party)
     member = state.members[ask.learner]
-    member.contributed_at[fragment] = now
+    member.contributions[fragment] += 1
     confirmed = [] if ask.relay else visits.folded(options, ask)
     return [fold, *confirmed, *_link_free(state, options, now, member, fragment)]
 
@@ -905,7 +915,7 @@ def ask_returned(
 def serve(state: SyncerState, options: Options, now: float, member: Member) -> list[SyncerEffect]:
     """Send a learner with a backlog and a free link its next request.
 
-    The fragment that has gone longest without its contribution comes first.
+    The fragment that it has trained longest comes first, see `AHEAD_MAX`.
     """
     leaves = participation(options).drains_at_once(member)
     if not member.connected or state.phase != "running" or (member.under_way and not leaves):
@@ -915,9 +925,15 @@ def serve(state: SyncerState, options: Options, now: float, member: Member) -> l
         return _ask_for_all(state, options, now, member, ready)
     if not ready:
         return []
-    fragment, *upcoming = sorted(ready, key=lambda p: _urgency(state, options, member, p))
-    member.backlog.discard(fragment)
+    # Just after its round, a fragment in the backlog has hardly any training.
+    soon = participation(options).due_soon(options, state.clock) - member.backlog
+    ready += [p for p in soon & state.fragments.keys() if _can_be_served(state, options, member, p)]
+    least = min(member.contributions[p] for p in ready)
+    fragment, *upcoming = sorted(ready, key=lambda p: _urgency(state, options, member, p, least))
     why = "the fragment is in its backlog, and its link is free"
+    if fragment not in member.backlog:
+        why = "it has a backlog, and the fragment is due soon"
+    member.backlog.discard(fragment)
     upcoming = upcoming[: options.open_rounds_max]
     base = _held_base(state, options, member, fragment)
     assert base is not None
@@ -977,13 +993,15 @@ def _can_be_served(state: SyncerState, options: Options, member: Member, fragmen
 
 
 def _urgency(
-    state: SyncerState, options: Options, member: Member, fragment: int
-) -> tuple[bool, float, int]:
+    state: SyncerState, options: Options, member: Member, fragment: int, least: int
+) -> tuple[bool, bool, int, int, int]:
     round = state.rounds.get(fragment)
     waits = round is not None and round.delivery_over
     waits = waits and not has_quorum(state.fragments[fragment], options)
+    times = member.contributions[fragment]
+    trained = member.step - member.held_step.get(fragment, member.step)
     # break: backlog-first-fragment
-    return (not waits, member.contributed_at.get(fragment, float("-inf")), fragment)
+    return (not waits, times > least + AHEAD_MAX, -trained, times, fragment)
 
 
 def due_by_own_steps(

@@ -144,13 +144,14 @@ class Member:
 
     Attributes:
         held_at: When it last reported a held version.
+        held_step: Its step when it reported the held version of each fragment.
         stalled: Its loop is stalled, and the clock advances without it.
         leaving_with: It is about to leave, with unmerged training of these fragments.
         under_way: Fragments with a request that it has not answered yet.
         backlog: Fragments to request once its link is free, because others were in progress or
             their round lacks its quorum.
         pressed: It had a backlog at its last delivery, so it sends one payload at a time.
-        contributed_at: When each fragment last received a contribution from it.
+        contributions: Number of contributions of each fragment.
         drained: Fragments that received its training after it announced its departure.
         uplink: Measurements of its uplink.
         needs: The needs of its link, if H and τ follow the links.
@@ -173,12 +174,13 @@ class Member:
     step_seconds: float = 0.0
     held: dict[int, Version] = field(default_factory=dict)
     held_at: float = 0.0
+    held_step: dict[int, int] = field(default_factory=dict)
     stalled: bool = False
     leaving_with: frozenset[int] | None = None
     under_way: set[int] = field(default_factory=set)
     backlog: set[int] = field(default_factory=set)
     pressed: bool = False
-    contributed_at: dict[int, float] = field(default_factory=dict)
+    contributions: Counter[int] = field(default_factory=Counter)
     drained: set[int] = field(default_factory=set)
     uplink: Uplink = field(default_factory=Uplink)
     needs: Needs = field(default_factory=Needs)

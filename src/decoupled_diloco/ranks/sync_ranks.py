@@ -613,13 +613,15 @@ class SyncRankExchange(BodyExchange):
         fragment, job = capture.plan.fragments[effect.fragment], next(self._jobs)
         copy, published = capture.copy, capture.published
         assert isinstance(copy, Handle), "the copy is not of a RankedStore"
-        leaves = None if capture.plan.feedback is None else self._store.handle(fragment.numel, "")
         names = {
             "fragment": fragment.index,
             "copy": copy.number,
             "published": published.number,
         }
         try:
+            uplink = capture.plan.uplink_of(effect.fragment, effect.codec)
+            has_residual = capture.plan.feedback_of(uplink) is not None
+            leaves = self._store.handle(fragment.numel, "") if has_residual else None
             answers = await self._request(
                 fragment,
                 do="encode",

@@ -266,7 +266,8 @@ class Contributions:
         weight, length = (math.fsum(values) for values in zip(*known, strict=True))
         accumulator, relay = self._sums[fragment, name], name[0]
         norms, means = accumulator.lengths
-        left_out = (self.plan.feedback or 0.0) * self._left_out.get((fragment, relay), 0.0)
+        feedback = self.plan.feedback_of(self.plan.uplink) or 0.0
+        left_out = feedback * self._left_out.get((fragment, relay), 0.0)
         most, problem = length + left_out, ""
         if accumulator.count != len(known):
             problem = f"{accumulator.count} contributions, but names {len(known)}"

@@ -524,9 +524,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "uplink=[] in [sync.codec] is empty: name one codec or several",
     ),
     (
-        {"sync": {"codec": {"feedback_decay": 0.5}}},
+        {"sync": {"codec": {"uplink": "int4", "error_feedback": False, "feedback_decay": 0.5}}},
         "feedback_decay=0.5 in [sync.codec] would be ignored without error feedback: take "
         "feedback_decay out",
+    ),
+    (
+        {"sync": {"codec": {"uplink": "bf16", "error_feedback": True}}},
+        "error_feedback=True in [sync.codec] would be ignored with uplink='bf16', which leaves out "
+        "too little: take error_feedback out",
     ),
     (
         {"sync": {"codec": {"uplink": "zip"}}},

@@ -22,6 +22,8 @@ from decoupled_diloco.merge import codec, make_outer
 from decoupled_diloco.merge.codec import _codecs
 from decoupled_diloco.merge.rules import rule_named
 
+IN_BF16: dict[str, Any] = {"run": {"max_steps": 9}, "sync": {"codec": {"uplink": "bf16"}}}
+
 METHODS = """
 import torch
 from decoupled_diloco import register_codec
@@ -255,9 +257,7 @@ def test_readers_of_other_settings_import_nothing(tmp_path: Path, write: Write) 
 @pytest.mark.parametrize("key", ["uplink", "downlink"])
 def test_settings_of_a_peer_never_import(tmp_path: Path, write: Write, key: str) -> None:
     name = write("raise SystemError('imported')")
-    text = public_text(RunConfig(run={"max_steps": 9})).replace(
-        f'"{key}": "bf16"', f'"{key}": "{name}:half"'
-    )
+    text = public_text(RunConfig(**IN_BF16)).replace(f'"{key}": "bf16"', f'"{key}": "{name}:half"')
     with pytest.raises(MissingCodecError) as error:
         read_public(text)
     assert str(error.value) == (
@@ -294,7 +294,7 @@ def test_no_function_of_an_installed_module_is_called(
         raise SystemError(f"{name} was imported")
 
     monkeypatch.setattr("importlib.import_module", import_module)
-    text = public_text(RunConfig(run={"max_steps": 9}))
+    text = public_text(RunConfig(**IN_BF16))
     text = text.replace('"uplink": "bf16"', f'"uplink": "{word}"')
     with pytest.raises((MissingCodecError, ProtocolError), match="is not registered"):
         read_public(text)
@@ -304,7 +304,7 @@ def test_a_codec_is_allowed_by_name(write: Write, tmp_path: Path, monkeypatch: A
     name = write()
     monkeypatch.chdir(tmp_path)
     dd.allow_codec(f"{name}:half")
-    text = public_text(RunConfig(run={"max_steps": 9}))
+    text = public_text(RunConfig(**IN_BF16))
     text = text.replace('"uplink": "bf16"', f'"uplink": "{name}:half"')
     assert read_public(text).sync.codec.uplink == f"{name}:half"
     with pytest.raises(ConfigError, match="is not of the form 'module:function'"):
@@ -323,7 +323,7 @@ def test_an_installed_package_provides_a_codec_by_an_entry_point(
     (info / "entry_points.txt").write_text(f"[decoupled_diloco]\n{short} = {name}:half\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     word = short if by == "name" else f"{name}:half"
-    text = public_text(RunConfig(run={"max_steps": 9}))
+    text = public_text(RunConfig(**IN_BF16))
     text = text.replace('"uplink": "bf16"', f'"uplink": "{word}"')
     assert read_public(text).sync.codec.uplink == word
     assert codec(word).nbytes(2) == 4

@@ -19,13 +19,13 @@ N = 12
 INT2 = codec("int2")
 
 
-def learner(feedback: float | None = 1.0) -> LearnerTensors:
+def learner(feedback: float | None = 1.0, uplink: str = "int2") -> LearnerTensors:
     model = nn.Linear(4, 3, bias=False)
     plan = MergePlan.make(
         layout_of(model),
         fragments=1,
         strategy="balanced",
-        uplink="int2",
+        uplink=uplink,
         downlink="bf16",
         method="rda",
         weighting="tokens",
@@ -49,15 +49,15 @@ class Sender:
         self.tensors = tensors
         self.number = 0
 
-    def send(self) -> tuple[Asking, Tensor, Tensor]:
+    def send(self, name: str = "int2") -> tuple[Asking, Tensor, Tensor]:
         """Encode a new contribution; return its name, its training, and its decoded payload."""
         self.number += 1
         ask, trained, tensors = Asking(1, self.number), changes(self.number), self.tensors
         tensors.store.overwrite(tensors.plan.fragments[0], trained)  # the published copy is 0
         tensors.snapshot(0)
-        body, _, residual = tensors.capture(0, ask).encode("int2")
+        body, _, residual = tensors.capture(0, ask).encode(name)
         tensors.encoded(0, ask, residual)
-        return ask, trained, INT2.decode(body, N)
+        return ask, trained, codec(name).decode(body, N)
 
     def settle(self, ask: Asking, *, gone: bool) -> None:
         self.tensors.settle(0, ask, gone=gone)
@@ -75,6 +75,27 @@ def test_merged_contributions_and_residual_add_up_to_the_training() -> None:
         trained, merged = trained + more, merged + body
         torch.testing.assert_close(merged + sender.left, trained, rtol=1e-5, atol=1e-5)
     assert sender.left.norm() < 0.5 * trained.norm()
+
+
+def test_an_exact_codec_costs_no_memory_for_residuals() -> None:
+    sender = Sender(learner(uplink="bf16"))
+    ask, trained, body = sender.send("bf16")
+    assert torch.equal(body, trained.bfloat16().float()), "as without error feedback"
+    sender.settle(ask, gone=True)
+    assert sender.tensors.residuals == [()]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_exact_codec_sends_the_residual_of_a_coarser_one_once(gone: bool) -> None:
+    sender = Sender(learner(feedback=0.5))
+    ask, _, _ = sender.send("int2")
+    sender.settle(ask, gone=True)
+    left = sender.left
+    ask, trained, body = sender.send("bf16")
+    torch.testing.assert_close(body, trained + 0.5 * left, rtol=1e-2, atol=1e-2)
+    sender.settle(ask, gone=gone)
+    assert len(sender.tensors.residuals[0]) == (0 if gone else 1)
+    torch.testing.assert_close(sender.left, torch.zeros(N) if gone else left)
 
 
 def test_a_rejected_contribution_restores_the_residual_before_it() -> None:

@@ -50,7 +50,12 @@ def test_sums_of_two_sites_give_the_merge_of_all(method: str, buffers: Any) -> N
     torch.testing.assert_close(total.result(), folded(plan, parts).result(), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("codec", "error"), [("bf16", 0.01), ("int4", 0.15)])
+def test_an_exact_codec_leaves_no_residual() -> None:
+    plan = plan_of("bf16", feedback=1.0)
+    assert write_sum(plan, 0, folded(plan, contributions(plan)), ())[2] is None
+
+
+@pytest.mark.parametrize(("codec", "error"), [("int8", 0.01), ("int4", 0.15)])
 def test_a_coarse_codec_leaves_a_residual_that_the_next_sum_sends(codec: str, error: float) -> None:
     plan = plan_of(codec, feedback=1.0)
     parts = contributions(plan)

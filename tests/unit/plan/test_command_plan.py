@@ -97,6 +97,29 @@ def test_a_recipe_provides_its_model_and_settings() -> None:
     assert found["prediction"]["compute_utilization"] < 1.0, "its learners wait"
 
 
+def test_a_site_with_a_slow_uplink_gets_a_coarser_format() -> None:
+    """A payload in bf16 has 67 Mbit, and a step of a second for itself."""
+    sites = ("--site", "oslo:3:1Gbit", "--site", "rome:1:20Mbit/1Gbit", "--syncer-site", "oslo")
+    text = " ".join(printed(*SMALL, *sites).split())
+    assert "coarser ones for slow uplinks int8, int4, int2; rome sends in int2" in text
+    found = document(*SMALL, *sites)
+    assert [site["uplink_format"] for site in found["sites"]] == ["bf16", "int2"]
+    assert found["prediction"]["rounds_kept"] == pytest.approx(1.0)
+    fixed = document(*SMALL, *sites, "--up", "bf16")
+    assert [site["uplink_format"] for site in fixed["sites"]] == ["bf16", "bf16"]
+    assert fixed["prediction"]["rounds_kept"] < 0.9
+    ladder = document("--up", "bf16,int4", *SMALL, *sites)
+    assert [site["uplink_format"] for site in ladder["sites"]] == ["bf16", "int4"]
+
+
+def test_a_ladder_begins_with_the_most_exact_format() -> None:
+    text = refusal(*SMALL, "--link", "1Gbit", "--up", "int4,bf16")
+    assert text == (
+        "the formats 'int4,bf16' are not a ladder: put the most exact one first, and each "
+        "following one with fewer bits"
+    )
+
+
 def test_rounds_that_learners_open_are_not_supported() -> None:
     text = refusal("async-local-sgd", "--step-seconds", "0.25", "--link", "20Mbit")
     assert "participation='async', which the planner does not support" in text

@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from decoupled_diloco.protocol.adapt import PATIENCE, PATIENCE_MAX, Choice, Uplink, arrived
+from decoupled_diloco.protocol.adapt import (
+    IN_VAIN_MAX,
+    LATE_MAX,
+    PATIENCE,
+    PATIENCE_MAX,
+    Choice,
+    Uplink,
+    arrived,
+)
 
 LADDER = (("bf16", 16.0), ("int8", 8.125), ("int4", 4.125), ("int2", 2.125))
 ALLOWED = 1.0
@@ -15,8 +23,9 @@ ALLOWED = 1.0
 class Link:
     """A link with a rate in bits per element and second, one payload after the other."""
 
-    def __init__(self, bits_per_second: float) -> None:
+    def __init__(self, bits_per_second: float, latency: float = 0.0) -> None:
         self.rate = bits_per_second
+        self.latency = latency
         self.uplink = Uplink()
         self.now = 0.0
         self.choices: list[Choice] = []
@@ -25,7 +34,7 @@ class Link:
         """Send payloads, one per second or as fast as possible; return the codec at the end."""
         for _ in range(bodies):
             began = self.now
-            self.now += LADDER[self.uplink.rung][1] / self.rate
+            self.now += LADDER[self.uplink.rung][1] / self.rate + self.latency
             choice = arrived(self.uplink, LADDER, began, self.now, ALLOWED)
             self.now = max(self.now, began + 1.0)
             self.choices += [] if choice is None else [choice]
@@ -95,3 +104,25 @@ def test_every_choice_states_its_measurement() -> None:
     (choice,) = link.choices
     assert (choice.before, choice.codec) == ("bf16", "int2")
     assert choice.why == "2 payloads took too long, the last one 4 s of 1 s"
+
+
+def test_a_link_that_fewer_bits_do_not_help_keeps_the_exact_codec() -> None:
+    """A payload takes 0.1 s, and the round trip before it takes two seconds."""
+    link, coarse = Link(160.0, latency=2.0), 0
+    for _ in range(1000):
+        coarse += link.send() != "bf16"
+    assert link.choices[1].codec == "bf16"
+    assert link.choices[1].why.startswith("fewer bits do not help: a payload still took 2.")
+    assert link.uplink.patience.late_max == IN_VAIN_MAX
+    assert coarse <= 1000 * LATE_MAX / IN_VAIN_MAX + 10
+
+
+def test_a_link_that_becomes_slower_during_a_change_still_gets_a_coarser_codec() -> None:
+    link = Link(8.0)
+    assert link.send(LATE_MAX) == "int4"
+    link.rate = 0.5
+    assert link.send(LATE_MAX) == "bf16", "they took longer than before"
+    link.rate = 3.0
+    assert link.send(2 * LATE_MAX) == "int2"
+    assert link.send(100) == "int2"
+    assert link.uplink.patience.late_max == LATE_MAX, "it helped"

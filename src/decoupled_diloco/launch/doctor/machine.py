@@ -9,6 +9,7 @@ from typing import Literal
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.sync import EXACT_CODECS
 from decoupled_diloco.launch.doctor.machine_facts import (
     ClockFacts,
     DiskFacts,
@@ -185,7 +186,9 @@ def need_of(
     in_flight = at_once * (model.fragment_bytes + 8 * model.fragment_numel)
     trained = model.model_bytes + model.gradient_bytes + model.optimizer_bytes
     checkpoint = _checkpoint_bytes(model) if config.learner.checkpoint_interval_seconds else 0
-    residual = 4 * numel if config.sync.codec.feedback is not None else 0
+    codec = config.sync.codec  # whether a link is too slow for the first one shows only later
+    is_exact = codec.feedback is None or codec.uplinks[0] in EXACT_CODECS
+    residual = 0 if is_exact else 4 * numel
     syncer = config.syncer.shards * process_bytes + SHARD_BYTES_PER_PARAMETER * numel
     syncer += min(
         config.syncer.shards * config.syncer.pool_mib * MIB,

@@ -10,12 +10,14 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import codec_names
+from decoupled_diloco.protocol.adapt import FITS, body_seconds
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.network import Network
@@ -85,6 +87,21 @@ def wire_format(text: str) -> Format:
     return Format(f"{bits:g}bit", bits)
 
 
+def wire_formats(text: str) -> list[Format]:
+    """Return the formats of a ladder, the most exact first.
+
+    Raises:
+        ConfigError: A format does not exist, or has no fewer bits than the one before it.
+    """
+    found = [wire_format(name) for name in text.split(",")]
+    if any(finer.bits <= coarser.bits for finer, coarser in pairwise(found)):
+        raise ConfigError(
+            f"the formats {text!r} are not a ladder: put the most exact one first, and each "
+            "following one with fewer bits"
+        )
+    return found
+
+
 def assumed_step_seconds(params: float) -> float:
     """Return the assumed step time of a model for which none is given."""
     return params * PUBLISHED_STEP_SECONDS_PER_PARAMETER
@@ -131,6 +148,8 @@ class Case:
     link_share: float = measured.LINK_SHARE
     # share of a step that the exchange costs the training loop
     step_overhead: float = measured.STEP_OVERHEAD
+    # formats of learners whose link does not carry `up`, the most exact first
+    coarser: tuple[Format, ...] = ()
     # processing time per payload, without transfer and merge
     handling_seconds: float = measured.HANDLING_SECONDS
 
@@ -186,6 +205,29 @@ class Case:
         """Step time of the K-th fastest learner, which is the pace of the run's clock."""
         return self.network.kth(self.network.paces(self.model.step_seconds), self.options.quorum)
 
+    def up_of(self, site: int) -> Format:
+        """Return the uplink format of a site's learners: the first one that their link carries.
+
+        Learners behind a relay have `up`, as its sums.
+        """
+        network, o = self.network, self.options
+        if not self.coarser or network.next_relay(site) is not None:
+            return self.up
+        away = sum(host != site for host in self.hosts) / o.shards
+        numel = network.sites[site].learners * self.fragment_params * away
+        seconds_per_bit = (
+            numel
+            * (1 + measured.TRAFFIC_OVERHEAD)
+            / (8 * self.link_share * network.capacity(site, up=True))
+        )
+        allowed = FITS * body_seconds(o.overlap, o.period, o.fragments, self.tick_seconds)
+        ladder = (self.up, *self.coarser)
+        return next((f for f in ladder if f.bits * seconds_per_bit <= allowed), ladder[-1])
+
+    def up_bits_of(self, site: int) -> float:
+        """Return the bits per element that a site's learners send, with merged moments."""
+        return self.up_of(site).bits + self.model.extra.moment_bits
+
     def scaled(self, factor: float) -> Case:
         """Return the case with the bandwidth of the sites' links multiplied by `factor`."""
         return replace(self, network=self.network.scaled(factor))
@@ -207,11 +249,11 @@ def loads(case: Case) -> dict[tuple[int, bool], float]:
     network, moved = case.network, defaultdict[tuple[int, bool], float](float)
     for shard, host in enumerate(case.hosts):
         numel = len(case.options.owned(shard)) * case.model.params / case.options.fragments
-        up, down = (
-            numel * (1 + measured.TRAFFIC_OVERHEAD) * bits / 8
-            for bits in (case.up_bits, case.down_bits)
-        )
         for number, site in enumerate(network.sites):
+            up, down = (
+                numel * (1 + measured.TRAFFIC_OVERHEAD) * bits / 8
+                for bits in (case.up_bits_of(number), case.down_bits)
+            )
             above = network.next_relay(number)
             target = host if above is None else above
             count = 1 if site.relay else site.learners

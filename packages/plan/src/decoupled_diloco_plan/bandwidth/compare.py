@@ -9,7 +9,7 @@ cost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from decoupled_diloco_plan.bandwidth import measured
@@ -167,13 +167,17 @@ def _ring_bytes(case: Case) -> float:
 
 
 def _shares(case: Case) -> dict[str, Share]:
-    """Return each system's utilization as a function of the factor on the link rates."""
+    """Return each system's utilization as a function of the factor on the link rates.
+
+    All learners have the most exact format: the bandwidth is what it needs.
+    """
 
     def ring(system: str) -> Share:
         return lambda factor: ring_utilization(system, case.scaled(factor))
 
     def decoupled(ours: Case) -> Share:
-        return lambda factor: _utilization(ours.scaled(factor))
+        exact = replace(ours, coarser=())
+        return lambda factor: _utilization(exact.scaled(factor))
 
     shares = {system: ring(system) for system in OTHERS}
     shares |= {system: decoupled(ours) for system, ours in _decoupled(case).items()}

@@ -224,7 +224,7 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
         **model_of(config),
         "learners": config.run.learners,
         "partition": sync.partition.scheme,
-        "up": _uplink(config),
+        "up": _uplinks(config),
         "down": sync.codec.downlink,
         "moments": sync.moments,
         "average": config.outer.average is not None,
@@ -245,10 +245,10 @@ def _extra(options: PlanOptions) -> Extra:
     )
 
 
-def _uplink(config: RunConfig) -> str:
-    """Return the format of contributions; masked ones have whole bytes."""
+def _uplinks(config: RunConfig) -> str:
+    """Return the ladder of contributions' formats; masked ones have whole bytes."""
     if not config.privacy.secure_sums:
-        return config.sync.codec.uplinks[0]
+        return ",".join(config.sync.codec.uplinks)
     from decoupled_diloco.merge.fixed_point import FixedPoint  # imports torch
 
     return f"{FixedPoint.of(config.privacy.bits, config.run.learners).modulus_bits}bit"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from decoupled_diloco.cli.command_line import option_of
 from decoupled_diloco.cli.shared_options import listed, make_console
 from decoupled_diloco.config.settings import suggestion
+from decoupled_diloco.config.sync import UPLINK_LADDER
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import compare, published_tables
-from decoupled_diloco_plan.bandwidth.case import Case, Model, wire_format
+from decoupled_diloco_plan.bandwidth.case import Case, Model, wire_format, wire_formats
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
 from decoupled_diloco_plan.bandwidth.plan_document import (
@@ -96,8 +97,10 @@ def make_plan(options: PlanOptions) -> Plan:
 def _evaluate_given(inputs: Inputs) -> Proposal:
     """Evaluate the given setting, with the paper's values for options that are missing."""
     given = inputs.options
-    formats = wire_format(given.up or "bf16"), wire_format(given.down or "bf16")
+    up, *coarser = wire_formats(given.up or ",".join(UPLINK_LADDER))
+    formats = up, wire_format(given.down or "bf16")
     case = Case(inputs.model, _options(inputs), inputs.network, *formats, given.link_share)
+    case = replace(case, coarser=tuple(coarser))
     return evaluate(case, inputs.prices)
 
 

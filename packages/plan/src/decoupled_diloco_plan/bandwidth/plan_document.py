@@ -179,6 +179,7 @@ def _sites(plan: Plan) -> list[dict[str, Any]]:
             "learners": site.learners,
             "step_seconds": pace,
             "participation": share,
+            "uplink_format": case.up_of(number).name,
             "up_gbit_per_second": gbit(site.link.up),
             "down_gbit_per_second": gbit(site.link.down),
             "latency_seconds": site.link.latency_seconds,
@@ -186,7 +187,9 @@ def _sites(plan: Plan) -> list[dict[str, Any]]:
             "relay": site.relay,
             "upstream": site.upstream,
         }
-        for site, pace, share in zip(case.network.sites, paces, shares, strict=True)
+        for number, (site, pace, share) in enumerate(
+            zip(case.network.sites, paces, shares, strict=True)
+        )
     ]
 
 
@@ -363,9 +366,20 @@ def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "wire format up, down", f"{up.name} ({up.bits:g} bit), {down.name} ({down.bits:g} bit)"
     if moments := plan.case.model.extra.moment_bits:
         yield "merged moments", f"{moments:g} bit in each direction, on average over the rounds"
+    if plan.case.coarser:
+        ladder = ", ".join(each.name for each in plan.case.coarser)
+        yield "coarser ones for slow uplinks", f"{ladder}; {_coarser_uplinks(plan.case)}"
     yield "shards", f"{o.shards}, {where.get(network.syncer, 'at ' + network.syncer)}"
     if plan.aim is not None:
         yield "why", _why(plan)
+
+
+def _coarser_uplinks(case: Case) -> str:
+    """Describe which sites need a coarser uplink format."""
+    names = [site.name for site in case.network.sites]
+    found = [(name, case.up_of(number)) for number, name in enumerate(names)]
+    needed = [f"{name} sends in {up.name}" for name, up in found if up != case.up]
+    return ", ".join(needed) or "no site needs one"
 
 
 def _why(plan: Plan) -> str:

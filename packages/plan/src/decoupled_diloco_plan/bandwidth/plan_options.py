@@ -149,8 +149,12 @@ class PlanOptions(CommandOptions):
     link_share: Annotated[float, _option(metavar="SHARE")] = measured.LINK_SHARE
     """Share of a link's bandwidth that payloads reach, 0 to 1."""
 
-    up: Annotated[str | None, _option(metavar="FORMAT", autocompletion=complete_formats)] = None
-    """Uplink format: a codec, or 4bit for a hypothetical one."""
+    up: Annotated[
+        str | None, _option(metavar="FORMAT[,FORMAT…]", autocompletion=complete_formats)
+    ] = None
+    """Uplink format: a codec, or 4bit for a hypothetical one. Several formats with commas between
+    them are a ladder: each site uses the first one that its link carries. Default: the default
+    ladder of a run."""
 
     down: Annotated[str | None, _option(metavar="FORMAT", autocompletion=complete_formats)] = None
     """Downlink format: a codec, or 4bit for a hypothetical one."""

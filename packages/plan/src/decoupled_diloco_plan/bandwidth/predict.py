@@ -85,7 +85,7 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
     return Prediction(
         rounds=rounds,
         grace=_grace(case, rounds),
-        up_bytes=each * case.up_bits,
+        up_bytes=each * _up_bits(case),
         down_bytes=each * case.down_bits,
         discarded=min(1.0, rounds.delay_steps / period) if o.alignment == "overwrite" else 0.0,
         age_steps=period + rounds.delay_steps,
@@ -98,6 +98,13 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
         error=measured.UTILIZATION_ERRORS[o.wait],
         traffic_error=measured.TRAFFIC_ERRORS[o.wait],
     )
+
+
+def _up_bits(case: Case) -> float:
+    """Return the bits per element of the uplink format, as a mean over all learners."""
+    sites = case.network.sites
+    bits = sum(site.learners * case.up_bits_of(number) for number, site in enumerate(sites))
+    return bits / case.network.learners
 
 
 def relay_seconds(case: Case) -> tuple[float, float]:

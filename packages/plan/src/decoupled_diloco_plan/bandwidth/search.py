@@ -21,7 +21,14 @@ from math import ceil
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demands, wire_format
+from decoupled_diloco_plan.bandwidth.case import (
+    Case,
+    Format,
+    Model,
+    demands,
+    wire_format,
+    wire_formats,
+)
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network, link_name
 from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
@@ -115,7 +122,7 @@ def formats_of(given: PlanOptions) -> Formats:
     """Return the given formats, or the formats in `TRIED`, the most exact one first."""
     tried = [wire_format(name) for name in TRIED]
     up, down = (
-        [wire_format(name)] * len(tried) if name else tried for name in (given.up, given.down)
+        wire_formats(name)[:1] * len(tried) if name else tried for name in (given.up, given.down)
     )
     return list(dict.fromkeys(zip(up, down, strict=True)))
 

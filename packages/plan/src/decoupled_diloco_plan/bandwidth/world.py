@@ -198,6 +198,7 @@ class World:
 
     def __init__(self, case: Case, more: int | None = None) -> None:
         self.case, self.network, self.options = case, case.network, case.options
+        self.up = [case.up_bits_of(number) for number in range(len(case.network.sites))]
         slower, network = 1 + case.step_overhead, case.network
         alone = zip(network.sites, network.paces(case.model.step_seconds), strict=True)
         self.sites = [
@@ -450,10 +451,10 @@ class World:
         if relay is None:
             route, count = self.network.route(here, round.shard.host), site.learners
             arguments = (round.fragment, [site], count)
-            self._transfer(route, count, self.case.up_bits, self._delivered, *arguments)
+            self._transfer(route, count, self.up[here], self._delivered, *arguments)
         else:
             inside = [(self.network.inside(here), True)]
-            self._transfer(inside, site.learners, self.case.up_bits, self._at_relay, round, relay)
+            self._transfer(inside, site.learners, self.up[here], self._at_relay, round, relay)
 
     def _delivery_over(self, round: _Round) -> None:
         """End the delivery window: the round waits only for its quorum, and frees its slot."""
@@ -537,7 +538,7 @@ class World:
         above = self.network.next_relay(here)
         target = shard.host if above is None else above
         route = self.network.route(here, target)
-        self._transfer(route, 1, self.case.up_bits, self._sum_arrived, relay, order, above)
+        self._transfer(route, 1, self.up[here], self._sum_arrived, relay, order, above)
 
     def _sum_arrived(self, relay: _Relay, order: SendSum, above: int | None) -> None:
         """Fold a sum: at its shard, or at the next relay, as soon as the shard has decided."""
