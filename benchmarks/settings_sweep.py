@@ -282,6 +282,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "moments": {"sync": {"moments": {}}},
     "momentum only": {"sync": {"moments": {"names": ["momentum_buffer"]}}},
+    "moments, H = 8, carry, 1 / 0": {
+        "sync": _apply("carry", sync_every=8, moments={}),
+        "outer": ALONE,
+    },
     "moments, H = 8, carry, 1 / 0, int4": {
         "sync": _apply("carry", sync_every=8, moments={}, **CODEC4),
         "outer": ALONE,
