@@ -24,7 +24,7 @@ PACKAGE = Path(decoupled_diloco.__file__).parent
 ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
 BASE = ("runtime", "workloads", "units.py", "errors.py")  # used everywhere, or by the user's code
 
-ALL_FILES_OF_A_FRAGMENT = 78
+ALL_FILES_OF_A_FRAGMENT = 79
 ALL_FILES_OF_A_JOIN = 109
 
 

@@ -29,7 +29,7 @@ from worlds.faults import Fault
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     run = tmp_path_factory.mktemp("status")
-    write_world(run)
+    write_world(run, codec={"uplink": "bf16"})
     return run
 
 

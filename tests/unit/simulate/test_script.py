@@ -213,7 +213,7 @@ def test_delay_and_loss_of_a_link_are_temporary(begin: Begin, tmp_path: Path) ->
 
 def test_corrupted_payloads_are_rejected(begin: Begin, tmp_path: Path) -> None:
     run = run_with_event(
-        begin, tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9
+        begin, tmp_path, "corrupt", "learners", "share = 0.9999\nfor_seconds = 15.0", 9.9
     )
     merged = run.tally.merged
     run.system.run(until=24.0)
