@@ -307,6 +307,7 @@ def test_a_visit_that_broke_off_drops_its_residuals(make: Make) -> None:
 def test_synchronous_rounds_wait_for_a_sampled_cohort(make: Make) -> None:
     """FedAvg with sampled clients: a visit ends when the round with its contribution has merged."""
     sync = SYNC | {"late": {"policy": "drop"}, "quorum": 2, "devices": {"cohort": 2}}
+    sync["sync_every"] = 100  # only the end of a visit makes a fragment due, so each counts once
     system = make(sync=sync, data={"elastic": False}, run={"max_steps": 10**6, "learners": 3})
     system.start()
     phones = [Phone(system, f"phone-{number}", number) for number in range(3)]
