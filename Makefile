@@ -30,7 +30,8 @@ train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner 
 
 # Unit tests that simulate whole runs, search a plan or start processes take most of the time: they are in the second part.
 FAST := tests/unit
-SLOWER := $(wildcard $(addprefix tests/unit/,chaos engines export goodput launch plan privacy run_model show simulate study tape))
+SLOWER := $(wildcard $(addprefix tests/unit/,chaos engines export goodput launch plan privacy run_model show simulate study tape \
+	learner/test_many_tensors.py test_benchmarks.py test_doctests_unit.py))
 OTHERS := $(filter-out $(FAST) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) $(SLOWER)
 
 test: $(STAMP) $(AZURITE) check  ## every feature and every deliberate break, in at most 20 minutes on two cores
