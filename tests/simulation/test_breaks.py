@@ -31,6 +31,7 @@ WORLDS = (*CORE, *RESIDUALS, *REVISIONS, *OWN_STEPS, *APART, *SHELLS, *RELAYS)
 
 
 SLOW = {
+    *("abandoned-round-ignored", "refused-keeps-encoding-loss", "steps-counted-per-shard"),
     *("arrival-during-merge-waits", "backlog-first-fragment", "backlog-never-requested"),
     *("coordinator-not-rejoined", "earlier-epoch-stays", "failed-fetch-unreported"),
     *("final-round-not-retried", "heard-unreported", "lost-relay-keeps-requests"),

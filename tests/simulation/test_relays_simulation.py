@@ -133,7 +133,11 @@ DILOCO = {"overlap_steps": 0, "quorum": 16, "grace_margin": 0.0, "wait": "at_ove
 
 @pytest.mark.parametrize("settings", [{}, DILOCO], ids=["overlapping", "diloco"])
 @pytest.mark.parametrize(
-    ("relays", "divided_by"), [(SITES, 8), (NESTED, 16)], ids=["two-sites", "relays-of-relays"]
+    ("relays", "divided_by"),
+    [
+        pytest.param(SITES, 8, id="two-sites"),
+        pytest.param(NESTED, 16, id="relays-of-relays", marks=pytest.mark.long),
+    ],
 )
 def test_the_long_link_carries_one_sum_and_one_copy(
     relays: Sequence[RelaySpec], divided_by: int, settings: dict[str, Any], tmp_path: Path

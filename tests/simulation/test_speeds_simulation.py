@@ -161,7 +161,7 @@ def test_missed_rounds_discard_the_steps_of_slow_learners() -> None:
             assert 0.3 < seen.discarded_share(name, MISSED_ROUND) < 0.5
 
 
-@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("alignment", long_after(1, ALIGNMENTS))
 def test_requesting_from_all_learners_misses_almost_no_round(alignment: Alignment) -> None:
     seen = books("all", "overwrite", alignment)
     assert max(seen.discarded_share(name, MISSED_ROUND) for name in SPEEDS) < 0.002

@@ -85,6 +85,7 @@ def test_given_options_are_kept() -> None:
     assert (o.period, o.fragments, o.overlap, o.shards) == (768, 16, 40, 4)
 
 
+@pytest.mark.long
 def test_if_no_setting_reaches_the_aim_the_best_names_the_limit() -> None:
     found = propose(MODEL, four(0.01), AIM)
     assert not found.reached
