@@ -108,8 +108,15 @@ def test_a_site_with_a_slow_uplink_gets_a_coarser_format() -> None:
     fixed = document(*SMALL, *sites, "--up", "bf16")
     assert [site["uplink_format"] for site in fixed["sites"]] == ["bf16", "bf16"]
     assert fixed["prediction"]["rounds_kept"] < 0.9
-    ladder = document("--up", "bf16,int4", *SMALL, *sites)
-    assert [site["uplink_format"] for site in ladder["sites"]] == ["bf16", "int4"]
+    for search in ((), ("--utilization", "0.9", "--period", "24")):
+        ladder = document("--up", "bf16,int4", *SMALL, *sites, *search)
+        assert [site["uplink_format"] for site in ladder["sites"]] == ["bf16", "int4"]
+
+
+@pytest.mark.parametrize("search", [(), ("--utilization", "0.9")])
+def test_the_downlink_has_one_format(search: tuple[str, ...]) -> None:
+    text = refusal(*SMALL, "--link", "1Gbit", "--down", "bf16,int4", *search)
+    assert "wire format 'bf16,int4' is unknown" in text
 
 
 def test_a_ladder_begins_with_the_most_exact_format() -> None:

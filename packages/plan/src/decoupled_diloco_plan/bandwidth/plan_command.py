@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from decoupled_diloco.cli.command_line import option_of
 from decoupled_diloco.cli.shared_options import listed, make_console
@@ -98,9 +98,15 @@ def _evaluate_given(inputs: Inputs) -> Proposal:
     """Evaluate the given setting, with the paper's values for options that are missing."""
     given = inputs.options
     up, *coarser = wire_formats(given.up or ",".join(UPLINK_LADDER))
-    formats = up, wire_format(given.down or "bf16")
-    case = Case(inputs.model, _options(inputs), inputs.network, *formats, given.link_share)
-    case = replace(case, coarser=tuple(coarser))
+    case = Case(
+        inputs.model,
+        _options(inputs),
+        inputs.network,
+        up,
+        wire_format(given.down or "bf16"),
+        given.link_share,
+        coarser=tuple(coarser),
+    )
     return evaluate(case, inputs.prices)
 
 

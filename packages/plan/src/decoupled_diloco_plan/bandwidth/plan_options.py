@@ -154,7 +154,7 @@ class PlanOptions(CommandOptions):
     ] = None
     """Uplink format: a codec, or 4bit for a hypothetical one. Several formats with commas between
     them are a ladder: each site uses the first one that its link carries. Default: the default
-    ladder of a run."""
+    ladder of a run; with --utilization, bf16 and then int4."""
 
     down: Annotated[str | None, _option(metavar="FORMAT", autocompletion=complete_formats)] = None
     """Downlink format: a codec, or 4bit for a hypothetical one."""

@@ -119,11 +119,13 @@ def propose(
 
 
 def formats_of(given: PlanOptions) -> Formats:
-    """Return the given formats, or the formats in `TRIED`, the most exact one first."""
+    """Return the given formats, or the formats in `TRIED`, the most exact one first.
+
+    Of a ladder, it is the first format; see `Case.coarser` for the others.
+    """
     tried = [wire_format(name) for name in TRIED]
-    up, down = (
-        wire_formats(name)[:1] * len(tried) if name else tried for name in (given.up, given.down)
-    )
+    up = wire_formats(given.up)[:1] * len(tried) if given.up else tried
+    down = [wire_format(given.down)] * len(tried) if given.down else tried
     return list(dict.fromkeys(zip(up, down, strict=True)))
 
 
@@ -229,6 +231,7 @@ def _rank(found: Proposal) -> tuple[float, float]:
 def _candidates(
     model: Model, network: Network, given: PlanOptions, formats: Formats
 ) -> Iterator[Case]:
+    coarser = tuple(wire_formats(given.up)[1:]) if given.up else ()
     for period in (given.period,) if given.period else PERIODS:
         fragments = given.fragments or _fragments(model, given, formats, period)
         for up, down in formats:
@@ -241,7 +244,7 @@ def _candidates(
                     shards=given.shards or _shards(model, placed, period, fragments),
                     grace_margin=given.grace_margin,
                 )
-                yield Case(model, options, placed, up, down, given.link_share)
+                yield Case(model, options, placed, up, down, given.link_share, coarser=coarser)
 
 
 def _fragments(model: Model, given: PlanOptions, formats: Formats, period: int) -> int:
