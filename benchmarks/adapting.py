@@ -37,7 +37,7 @@ from virtual import LEARNERS, RATES, SEQUENCES, SIZE, Row, Watch, compare, inter
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.protocol.messages import Note
+from decoupled_diloco.protocol.messages import Note, SendBody
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco_lab.simulate import LearnerSpec
@@ -234,32 +234,27 @@ def real(codec: str | None, steps: int) -> Row:
         max(each[len(each) // 3] for each in ends.values()),
         min(each[-1] for each in ends.values()),
     )
-    tokens, discarded, folded, rounds = Counter[str](), Counter[str](), Counter[str](), 0
-    codecs: Counter[str] = Counter()
+    watch, codecs = Watch(config.sync.fragments), Counter[str]()
     for at, own, record in records:
-        if not begin <= at <= end:
+        if not begin <= at <= end or record.type not in (
+            "StepFinished",
+            "Apply",
+            "RoundFinished",
+            "SendBody",
+        ):
             continue
-        match record.type:
-            case "StepFinished":
-                tokens[own] += record.data["tokens"]
-            case "Apply":
-                discarded[own] += record.data["discarded_tokens"]
-            case "SendBody" if own == names[0]:
-                codecs[record.data["codec"]] += 1
-            case "RoundFinished" if record.data["verdict"] == "merged":
-                rounds += 1
-                folded.update(
-                    p["learner"] for p in record.data["participants"] if p["state"] == "folded"
-                )
-    share = {each: discarded[each] / config.sync.fragments / tokens[each] for each in names}
+        value = record.value()
+        watch(own, at, value, (value,))
+        if isinstance(value, SendBody) and own == names[0]:
+            codecs[value.codec] += 1
     return {
-        "counted_percent": {each: 100 * (1 - share[each]) for each in names},
-        "participation_percent": {each: 100 * folded[each] / rounds for each in names},
+        "counted_percent": {each: 100 - watch.discarded_percent([each]) for each in names},
+        "participation_percent": {each: watch.participation_percent([each]) for each in names},
         "step_seconds": {
             each: statistics.median(b - a for a, b in pairwise(times) if begin <= a <= end)
             for each, times in ends.items()
         },
-        "rounds": rounds,
+        "rounds": watch.rounds,
         "seconds": end - begin,
         "codecs": dict(codecs),
     }

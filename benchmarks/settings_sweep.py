@@ -27,8 +27,10 @@ def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
     return {"codec": {"uplink": up, "downlink": down or up}, "sync_every": period}
 
 
-CODEC4 = {"codec": {"uplink": "int4", "downlink": "int4"}}
-CODEC2 = {"codec": {"uplink": "int2", "downlink": "int2"}}
+ALONE = {"lr": 1.0, "momentum": 0.0}
+"""No outer optimizer: the merged contribution is applied as it is."""
+
+CARRY = {"apply": {"alignment": "carry"}}
 
 
 def _longer() -> dict[str, Cell]:
@@ -52,12 +54,11 @@ def _longer() -> dict[str, Cell]:
         sparse = _wire("topk", "int4")
         sparse["codec"]["feedback_decay"] = 0.95
         name = f"{inner}: top-k up, int4 down, 1 / 0, β = 0.95"  # as SparseLoCo
-        alone = {"lr": 1.0, "momentum": 0.0}
-        cells[name] = replace(cell, sync=sparse, outer=alone)
+        cells[name] = replace(cell, sync=sparse, outer=ALONE)
         cells[f"{inner}: mean"] = replace(cell, sync={"merge": {"rule": "mean"}})
-        cells[f"{inner}: 1 / 0"] = replace(cell, outer=alone)
+        cells[f"{inner}: 1 / 0"] = replace(cell, outer=ALONE)
         cells[f"{inner}: mean, 1 / 0"] = replace(
-            cell, sync={"merge": {"rule": "mean"}}, outer=alone
+            cell, sync={"merge": {"rule": "mean"}}, outer=ALONE
         )
         less = {"lr": 0.7, "momentum": 0.0}
         cells[f"{inner}: 0.7 / 0"] = replace(cell, outer=less)
@@ -109,9 +110,7 @@ def _schedule() -> dict[str, Cell]:
     mean = {**often, "merge": {"rule": "mean"}}
     cells["H = 8, mean"] = Cell(default, sync=mean)
     mean["apply"] = {"alignment": "carry"}
-    cells["H = 8, mean, carry, 1 / 0"] = Cell(
-        default, sync=mean, outer={"lr": 1.0, "momentum": 0.0}
-    )
+    cells["H = 8, mean, carry, 1 / 0"] = Cell(default, sync=mean, outer=ALONE)
     for overlap in (2, 6, 12, 23):  # links take no time here, so merges that have arrived must wait
         late: dict[str, Any] = {"overlap_steps": overlap, "apply": {"when": "at_overlap"}}
         cells[f"applied {overlap} steps later"] = Cell(default, sync=late)
@@ -219,79 +218,39 @@ def _variants() -> dict[str, Cell]:
     return cells
 
 
-def _apply(alignment: str, **sync: Any) -> dict[str, Any]:
-    return {"apply": {"alignment": alignment}, **sync}
+FREQUENT = {**_wire("int4", period=8), **CARRY}
+"""As in the recipe `low-loss`."""
 
-
-ALONE = {"lr": 1.0, "momentum": 0.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "carry": {"sync": _apply("carry")},
-    "blend": {"sync": _apply("blend")},
-    "τ = 0": {"sync": {"overlap_steps": 0}},
+    "carry": {"sync": CARRY},
     "1 / 0": {"outer": ALONE},
-    "carry, 1 / 0": {"sync": _apply("carry"), "outer": ALONE},
-    "blend, 1 / 0": {"sync": _apply("blend"), "outer": ALONE},
-    "carry, 0.8 / 0.3": {"sync": _apply("carry"), "outer": {"lr": 0.8, "momentum": 0.3}},
-    "H = 12": {"sync": {"sync_every": 12}},
-    "H = 12, carry, 1 / 0": {"sync": _apply("carry", sync_every=12), "outer": ALONE},
-    "H = 8": {"sync": {"sync_every": 8}},
-    "H = 8, carry": {"sync": _apply("carry", sync_every=8)},
-    "H = 8, carry, 0.7 / 0": {
-        "sync": _apply("carry", sync_every=8),
-        "outer": {"lr": 0.7, "momentum": 0.0},
-    },
-    "H = 8, carry, 1 / 0": {"sync": _apply("carry", sync_every=8), "outer": ALONE},
-    "H = 8, carry, 1.2 / 0": {
-        "sync": _apply("carry", sync_every=8),
-        "outer": {"lr": 1.2, "momentum": 0.0},
-    },
-    "H = 8, carry, 1 / 0, int4": {
-        "sync": _apply("carry", sync_every=8, **CODEC4),
-        "outer": ALONE,
-    },
-    "H = 8, carry, 1 / 0, int2": {
-        "sync": _apply("carry", sync_every=8, **CODEC2),
-        "outer": ALONE,
-    },
-    "H = 4, carry, 1 / 0": {"sync": _apply("carry", sync_every=4), "outer": ALONE},
-    "int4": {"sync": CODEC4},
-    "int2": {"sync": CODEC2},
-    "int2, H = 48": {"sync": {"sync_every": 48, **CODEC2}},
-    "int2, H = 36": {"sync": {"sync_every": 36, **CODEC2}},
-    "int2, H = 36, carry, 1 / 0": {
-        "sync": _apply("carry", sync_every=36, **CODEC2),
-        "outer": ALONE,
-    },
+    "carry, 1 / 0": {"sync": CARRY, "outer": ALONE},
+    "H = 8, carry, 1 / 0": {"sync": {**CARRY, "sync_every": 8}, "outer": ALONE},
+    "H = 8, carry, 1 / 0, int4": {"sync": FREQUENT, "outer": ALONE},
     "mean, H = 8, carry, 1 / 0, int4": {
-        "sync": _apply("carry", sync_every=8, merge={"rule": "mean"}, **CODEC4),
+        "sync": {**FREQUENT, "merge": {"rule": "mean"}},
+        "outer": ALONE,
+    },
+    "int2, H = 36": {"sync": _wire("int2", period=36)},
+    "int2, H = 36, carry, 1 / 0": {
+        "sync": {**_wire("int2", period=36), **CARRY},
         "outer": ALONE,
     },
     "weight decay / M": {"options": {"weight_decay": 0.025}},
-    "rate 0.7": {"rate": 0.7},
-    "rate 1.4": {"rate": 1.4},
-    "rate 1.4, H = 8, carry, 1 / 0": {
-        "rate": 1.4,
-        "sync": _apply("carry", sync_every=8),
-        "outer": ALONE,
-    },
     "rate 0.7, H = 8, carry, 1 / 0": {
         "rate": 0.7,
-        "sync": _apply("carry", sync_every=8),
+        "sync": {**CARRY, "sync_every": 8},
         "outer": ALONE,
     },
     "moments": {"sync": {"moments": {}}},
-    "momentum only": {"sync": {"moments": {"names": ["momentum_buffer"]}}},
     "moments, H = 8, carry, 1 / 0": {
-        "sync": _apply("carry", sync_every=8, moments={}),
+        "sync": {**CARRY, "sync_every": 8, "moments": {}},
         "outer": ALONE,
     },
-    "moments, H = 8, carry, 1 / 0, int4": {
-        "sync": _apply("carry", sync_every=8, moments={}, **CODEC4),
-        "outer": ALONE,
-    },
-    "moments, carry, 1 / 0": {"sync": _apply("carry", moments={}), "outer": ALONE},
+    "moments, H = 8, carry, 1 / 0, int4": {"sync": {**FREQUENT, "moments": {}}, "outer": ALONE},
 }
+"""Changes of a cell; `rate` is relative to the tuned inner rate."""
 
 
 def _gap() -> dict[str, Cell]:
@@ -318,7 +277,7 @@ back (Decoupled DiLoCo, arXiv 2604.21428)."""
 
 def _paper() -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
-    frequent = _apply("carry", sync_every=8, merge={"rule": "mean"}, **CODEC4)
+    frequent = {**FREQUENT, "merge": {"rule": "mean"}}
     text = Cell(inner="muon", sync=frequent, outer=ALONE)
     kinds = {
         "text, dense": text,

@@ -153,7 +153,7 @@ class Cell:
     workload: str = "gpt"
     options: dict[str, Any] = field(default_factory=dict)
     speeds: tuple[float, ...] = ()
-    chaos: tuple[float, float] = ()
+    chaos: tuple[float, ...] = ()
     sync: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
     until: dict[str, float] = field(default_factory=dict)

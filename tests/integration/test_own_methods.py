@@ -88,20 +88,32 @@ def tables_of(module: str) -> dict[str, Any]:
     }
 
 
+def ended(
+    make: Make, tables: dict[str, Any], folder: Path, **options: Any
+) -> tuple[System, list[Trainer]]:
+    """Train with the methods of a module in the folder, to the end of the run."""
+    load_plugins(tables, folder)
+    system = make(**tables)
+    system.start()
+    trainers = [
+        Trainer(system, f"learner-{i}", Model(seed=i), **options)
+        for i in range(tables["run"]["learners"])
+    ]
+    with training(*trainers):
+        for trainer in trainers:
+            trainer.end()
+        system.wait_finished()
+    return system, trainers
+
+
 def test_a_run_with_own_methods_ends_with_equal_weights_and_replays(
     module: str,
     make: Make,
     tmp_path: Path,  # in this order, because tapes are replayed with the module
 ) -> None:
     tables = tables_of(module)
-    load_plugins(tables, tmp_path)
-    system = make(**tables, syncer={"shards": 2, "record_payloads": True})
-    system.start()
-    trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(3)]
-    with training(*trainers):
-        for trainer in trainers:
-            trainer.end()
-        system.wait_finished()
+    tables["syncer"] = {"shards": 2, "record_payloads": True}
+    system, trainers = ended(make, tables, tmp_path)
     first, *others = (parameters(trainer.model) for trainer in trainers)
     assert all(equal(first, each) for each in others)
     assert not equal(first, parameters(Model(seed=0)))
@@ -128,14 +140,7 @@ def test_a_run_with_its_own_schedule_and_participation_replays(
             "participation": f"{module}:in_turn",
         },
     }
-    load_plugins(tables, tmp_path)
-    system = make(**tables)
-    system.start()
-    trainers = [Trainer(system, f"learner-{i}", Model(seed=i), pause=0.01) for i in range(2)]
-    with training(*trainers):
-        for trainer in trainers:
-            trainer.end()
-        system.wait_finished()
+    system, _ = ended(make, tables, tmp_path, pause=0.01)
     results, problems = replay_run(system.folder)
     assert not problems
     assert [each for each in results if each.differences] == []
@@ -157,13 +162,7 @@ def test_a_resume_names_a_module_that_has_changed(
         "run": {"learners": 1, "max_steps": 8},
         "outer": {"optimizer": f"{module}:Lion", "momentum": None},
     }
-    load_plugins(tables, tmp_path)
-    system = make(**tables)
-    system.start()
-    trainer = Trainer(system, "learner-0")
-    with training(trainer):
-        trainer.end()
-        system.wait_finished()
+    system, _ = ended(make, tables, tmp_path)
     config = system.config.model_copy(
         update={"run": system.config.run.model_copy(update={"imports_from": tmp_path})}
     )
@@ -225,13 +224,7 @@ def test_a_failing_merge_rule_costs_its_rounds_but_not_the_run(
         "    return weights @ contributions\n"
     )
     tables = {"run": {"learners": 1, "max_steps": 40}, "sync": {"merge": {"rule": f"{name}:rule"}}}
-    load_plugins(tables, tmp_path)
-    system = make(**tables)
-    system.start()
-    trainer = Trainer(system, "learner-0")
-    with training(trainer):
-        trainer.end()
-        system.wait_finished()
+    system, (trainer,) = ended(make, tables, tmp_path)
     failed = [r for r in TapeReader(system.folder) if r.type == "Failed"]
     assert failed
     assert "raises ValueError('now and then')" in failed[0].data["reason"]
