@@ -72,7 +72,13 @@ class System:
         **tables: Any,
     ) -> None:
         run = {"name": "test", "learners": 2, "max_steps": 40, "evaluator": False}
-        sync = {"fragments": 4, "sync_every": 4, "overlap_steps": 1}
+        sync = {
+            "fragments": 4,
+            "sync_every": 4,
+            "overlap_steps": 1,
+            # The default ladder leaves bf16 when a busy machine makes the link look slow.
+            "codec": {"uplink": "bf16"},
+        }
         self.folder = folder
         self.config = RunConfig(
             run={**run, "folder": folder, **tables.get("run", {})},
