@@ -91,6 +91,11 @@ class Segment:
     start: int
     stop: int
     merge: SegmentMerge
+    shape: tuple[int, ...] = ()  # of an "own" segment that is a whole tensor
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
     @property
     def is_value(self) -> bool:
@@ -395,10 +400,12 @@ def _segments(
 ) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for start, stop, piece in _spans(fragment):
-        merge = _merge_of(layout.tensors[piece.tensor], method, buffers)
+        spec = layout.tensors[piece.tensor]
+        merge = _merge_of(spec, method, buffers)
         if found and merge == found[-1].merge and merge in ("mean", "one"):
             start = found.pop().start
-        found.append(Segment(start, stop, merge))
+        whole = merge == "own" and piece.numel == spec.numel
+        found.append(Segment(start, stop, merge, spec.shape if whole else ()))
     return tuple(found)
 
 

@@ -3,7 +3,9 @@
 A fragment's parameters are merged piece by piece (see `fragments.segments`). Its buffers are merged
 as with the built-in rules. A function with two arguments is the rule itself. It requires all
 contributions at once, so the shard keeps them until the merge: 4 bytes per element and learner. A
-function with one argument, or a class, creates an `OwnAccumulator`, which can keep less.
+function with one argument, or a class, creates an `OwnAccumulator`, which can keep less. Each can
+have one more parameter, `shape`: that of the piece's tensor, or (N,) if a tensor has several
+pieces.
 
 A robust rule limits what one contribution can change, whatever it contains. The bound holds while
 the others have more than half of the weight, so a learner that claims many tokens must not gain
@@ -51,8 +53,11 @@ class OwnAccumulator(Protocol):
         """Return the merged contribution, fp32 [N]; called once, after at least one `add`."""
 
 
-MakeAccumulator = Callable[[int], OwnAccumulator]
-"""Creates a new accumulator, for one merge of a piece of N elements."""
+MakeAccumulator = Callable[[int, tuple[int, ...]], OwnAccumulator]
+"""Creates a new accumulator, for one merge of a piece of N elements with a shape."""
+
+TRIALS = (((1,), 1), ((5,), 1), ((5,), 3), ((2, 3), 3))
+"""Shapes and numbers of contributions that a new rule is tried with."""
 
 
 class FragmentMerge(Protocol):
@@ -158,10 +163,11 @@ def register_rule(name: str, function: Callable[..., Any]) -> None:
             something other than fp32 [N].
     """
     make = _maker(name, function)
-    for numel, count in ((1, 1), (5, 1), (5, 3)):
+    for shape, count in TRIALS:
+        numel = math.prod(shape)
         vectors = torch.linspace(-1, 1, count * numel, device="cpu", dtype=torch.float32)
         try:
-            accumulator = make(numel)
+            accumulator = make(numel, shape)
             for vector in vectors.view(count, numel):
                 accumulator.add(vector, 2.0)
             _checked(name, accumulator.result(), numel)
@@ -181,7 +187,7 @@ def rule_named(name: str, trim: float = 0.0) -> MakeAccumulator:
         ConfigError: This process has not loaded the rule.
     """
     if name in ROBUST:
-        return lambda numel: _Gathering(ROBUST[name](trim))
+        return lambda numel, shape: _Gathering(ROBUST[name](trim))
     if name not in _rules:
         raise ConfigError(
             f"merge rule {name!r} is not loaded in this process: load the run's file with "
@@ -206,7 +212,9 @@ class RuleAccumulator:
         make = rule_named(name, trim)
         self._name = name
         self._segments = tuple(segments)
-        self._pieces = [(s, make(s.stop - s.start)) for s in segments if s.merge == "own"]
+        self._pieces = [
+            (s, make(s.numel, s.shape or (s.numel,))) for s in segments if s.merge == "own"
+        ]
         first = self._pieces[-1][0].stop if self._pieces else 0
         self._buffers_start = first
         buffers = [Segment(s.start - first, s.stop - first, s.merge) for s in segments]
@@ -247,7 +255,7 @@ class RuleAccumulator:
                 merged = accumulator.result()
             except Exception as error:
                 raise MergeError(f"merge rule {self._name!r} raises {error!r}") from error
-            parts.append(_checked(self._name, merged, segment.stop - segment.start))
+            parts.append(_checked(self._name, merged, segment.numel))
         if self._buffers is not None:
             parts.append(self._buffers.result())
         return torch.cat(parts)
@@ -276,16 +284,24 @@ class _Gathering:
 
 
 def _maker(name: str, function: Callable[..., Any]) -> MakeAccumulator:
-    parameters = inspect.signature(function).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (2, 3, 4)]
+    parameters = inspect.signature(function).parameters
+    needed = [
+        p
+        for p in parameters.values()
+        if p.default is p.empty and p.kind not in (2, 3, 4) and p.name != "shape"
+    ]
+
+    def shaped(shape: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(function, shape=shape) if "shape" in parameters else function
+
     if len(needed) == 2 and not inspect.isclass(function):
-        return lambda numel: _Gathering(cast("Rule", function))
+        return lambda numel, shape: _Gathering(shaped(shape))
     if len(needed) == 1:
-        return cast("MakeAccumulator", function)
+        return lambda numel, shape: cast("OwnAccumulator", shaped(shape)(numel))
     raise ConfigError(
         f"merge rule '{name}' requires {len(needed)} arguments: write a function with two "
         "(contributions, weights), or a class or a function with one (numel) that creates an "
-        "object with add and result"
+        "object with add and result; each can also have a parameter named shape"
     )
 
 

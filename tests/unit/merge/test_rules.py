@@ -8,7 +8,8 @@ import torch
 
 from decoupled_diloco.config.sync import ROBUST_RULES
 from decoupled_diloco.errors import ConfigError, MergeError
-from decoupled_diloco.merge import Contribution, Segment
+from decoupled_diloco.merge import Contribution, Segment, layout_of
+from decoupled_diloco.merge.fragments import partition, segments
 from decoupled_diloco.merge.rules import (
     ROBUST,
     RuleAccumulator,
@@ -93,6 +94,53 @@ def test_a_class_merges_as_contributions_arrive():
     merged.add_contribution(contribution([3, 4], merged._segments), 1.0)
     merged.add_contribution(contribution([0, 1], merged._segments), 1.0)
     assert merged.result().tolist() == pytest.approx([0.3, 0.9])
+
+
+def rows_clipped(contributions, weights, shape):
+    merged = (weights @ contributions).view(shape[0], -1)
+    return (merged / merged.norm(dim=1, keepdim=True).clamp(min=1)).flatten()
+
+
+class RowsClipped:
+    def __init__(self, numel, *, shape=None):
+        self.sum, self.weight, self.shape = torch.zeros(numel), 0.0, shape
+
+    def add(self, vector, weight):
+        self.sum += weight * vector
+        self.weight += weight
+
+    def result(self):
+        return rows_clipped(self.sum[None] / self.weight, torch.ones(1), self.shape)
+
+
+@pytest.mark.parametrize("rule", [rows_clipped, RowsClipped])
+def test_a_rule_can_use_the_shape_of_a_tensor(rule):
+    layout = layout_of(torch.nn.Linear(2, 3))
+    (fragment,) = partition(layout, 1)
+    parts = segments(fragment, layout, "own")
+    assert [part.shape for part in parts] == [(3, 2), (3,)]
+    merged = RuleAccumulator(registered(rule), 9, parts)
+    merged.add_contribution(contribution([3, 4, 0, 0.5, 6, 8, 2, 0.5, 0], parts), 1.0)
+    expected = [0.6, 0.8, 0, 0.5, 0.6, 0.8, 1, 0.5, 0]
+    assert merged.result().tolist() == pytest.approx(expected)
+
+
+def test_a_part_of_a_tensor_has_the_shape_of_a_vector():
+    layout = layout_of(torch.nn.Embedding(8, 2))
+    shapes = []
+
+    def rule(contributions, weights, shape):
+        shapes.append(shape)
+        return contributions[0]
+
+    name = registered(rule)
+    shapes.clear()
+    for fragment in partition(layout, 2):
+        parts = segments(fragment, layout, "own")
+        merged = RuleAccumulator(name, 8, parts)
+        merged.add_contribution(contribution([1] * 8, parts), 1.0)
+        merged.result()
+    assert shapes == [(8,), (8,)]
 
 
 def test_missing_parts_and_invalid_weights_are_rejected():

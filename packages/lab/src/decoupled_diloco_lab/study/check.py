@@ -37,7 +37,7 @@ from decoupled_diloco_lab.study.methods import KINDS, Method, name_of
 
 Kind = Literal["merge", "outer", "codec", "schedule", "participation"]
 
-SIZES = (1, 2, 129, 4097)
+SIZES = (1, 2, 72, 129, 4097)
 """Elements: one, a few, and one more than the groups of the built-in codecs."""
 
 LEARNERS = (1, 2, 5)
@@ -123,7 +123,9 @@ def _kind_of(method: Any) -> Kind:
         return "merge"
     if callable(method):
         named = inspect.signature(method).parameters
-        needed = [p for p in named.values() if p.default is p.empty and p.kind < 2]
+        needed = [
+            p for p in named.values() if p.default is p.empty and p.kind < 2 and p.name != "shape"
+        ]
         if "lr" in named or inspect.isclass(method):
             return "outer"
         if needed and needed[0].name in ("step", "learner"):
@@ -180,7 +182,9 @@ class Rule:
         """Return the merged contribution, fp32 [N], of contributions [M, N]."""
         numel = vectors.shape[1]
         summed = self._name in SUMMED_RULES
-        segments = (Segment(0, numel, cast("SegmentMerge", self._name if summed else "own")),)
+        shape = () if summed or numel % 2 else (2, numel // 2)  # an own rule can use the shape
+        method = cast("SegmentMerge", self._name if summed else "own")
+        segments = (Segment(0, numel, method, shape),)
         merge: FragmentMerge = (
             Accumulator(numel, segments)
             if summed
