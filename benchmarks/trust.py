@@ -22,7 +22,7 @@ from decoupled_diloco.config.sync import ROBUST_RULES
 from decoupled_diloco.protocol.messages import Scored
 from decoupled_diloco.workloads import Workload, workload_of
 from decoupled_diloco_lab.simulate import LearnerSpec
-from decoupled_diloco_lab.simulate.training import FOREVER_SECONDS, virtual_run
+from decoupled_diloco_lab.simulate.training import virtual_run
 
 LEARNERS, PERIOD = 8, 12
 MODEL = {**SIZE, "layers": 2, "width": 32, "context": 64}
@@ -144,7 +144,7 @@ def measure(cell: Cell, seed: int, steps: int) -> Row:
 
             run.system.on_capture = harm
         run.system.checks = False
-        run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
+        run.train()
         loss = run.evaluate()["loss"]
     seconds = round(time.monotonic() - begun, 1)
     return {"loss": loss, "lowered": lowered, "seconds": seconds}

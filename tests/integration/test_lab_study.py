@@ -352,7 +352,9 @@ def test_a_schedule_that_fails_after_the_tried_steps_ends_the_study(
 
 
 def test_a_learner_that_cannot_start_ends_the_study() -> None:
-    message = r"learner-0 of 'mine' .* 'exp_avg\|momentum_buffer', but no parameter has such"
+    message = (
+        r"'mine' .*: learner-0 failed: .*'exp_avg\|momentum_buffer', but no parameter has such"
+    )
     with pytest.raises(DilocoError, match=message):
         made(seeds=1).run("mine", settings={"sync.moments": {}})  # its optimizer is plain SGD
 

@@ -1,4 +1,4 @@
-"""Virtual training on a device: placement of models and batches, and errors."""
+"""Virtual training: placement of models and batches on a device, and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.config.sync import MomentSettings
+from decoupled_diloco.errors import ConfigError, DilocoError
 from decoupled_diloco.launch import devices
 from decoupled_diloco.launch.resume_run import LEARNERS
 from decoupled_diloco_lab.simulate import hosts, training
@@ -21,12 +22,14 @@ from decoupled_diloco_lab.simulate.training import train_virtually
 OPTIONS = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 2, "eval_batches": 1}
 
 
-def config_of(**learner: Any) -> RunConfig:
+def config_of(own: dict[str, Any] | None = None, **learner: Any) -> RunConfig:
     return RunConfig(
         run={"learners": 2, "max_steps": 6, "evaluator": False},
         sync={"fragments": 2, "sync_every": 4, "overlap_steps": 1},
         learner=learner,
-        workload={"options": {**OPTIONS, "corpus_bytes_max": 100_000, "warmup_steps": 1}},
+        workload={
+            "options": {**OPTIONS, "corpus_bytes_max": 100_000, "warmup_steps": 1, **(own or {})}
+        },
     )
 
 
@@ -49,8 +52,23 @@ def test_learners_write_checkpoints_only_if_their_interval_is_set(
 ) -> None:
     learner = {f"checkpoint_interval_{key}": value for key, value in settings.items()}
     with training.virtual_run(config_of(**learner)) as run:
-        run.system.run(stop=lambda: run.system.finished, until=training.FOREVER_SECONDS)
+        run.train()
         assert any((run.system.folder / LEARNERS).rglob("*.safetensors")) == written
+
+
+def test_a_run_whose_shard_stays_down_ends() -> None:
+    config = config_of()
+    merge = config.sync.merge.model_copy(update={"rule": "gone:rule"})
+    sync = config.sync.model_copy(update={"merge": merge})
+    with pytest.raises(DilocoError, match=r"shard-0 failed: .*'gone:rule' is not loaded"):
+        train_virtually(config.model_copy(update={"sync": sync}))
+
+
+def test_a_run_whose_learner_stays_down_ends() -> None:
+    config = config_of({"optimizer": "sgd"})
+    sync = config.sync.model_copy(update={"moments": MomentSettings()})
+    with pytest.raises(DilocoError, match=r"learner-\d failed: .*no parameter has such a tensor"):
+        train_virtually(config.model_copy(update={"sync": sync}))
 
 
 def test_bf16_trains_in_autocast_and_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

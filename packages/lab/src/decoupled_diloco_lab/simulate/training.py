@@ -65,6 +65,29 @@ class VirtualRun:
         self.system.close()
         self._folder.cleanup()
 
+    def train(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass to the end of the budget, or until `stop`.
+
+        Raises:
+            DilocoError: A process stays down, or the run stalled before the end of its budget.
+        """
+        system = self.system
+        outcome = "until"
+        while outcome == "until" and system.now < FOREVER_SECONDS:
+            outcome = system.run(
+                stop=lambda: system.finished or stop(), until=system.now + LOOK_SECONDS
+            )
+            for child in system.supervisor.children.values():
+                if child.down:
+                    words = system.supervisor.last_words(child.name)
+                    raise DilocoError(f"{child.name} failed: {words}")
+        if outcome != "stop":
+            clocks = {shard.name: shard.machine.state.clock for shard in system.shards}
+            raise DilocoError(
+                f"the virtual run stalled ({outcome}) with clocks {json.dumps(clocks)}: lower "
+                "quorum, or plan fewer faults"
+            )
+
     @property
     def losses(self) -> dict[str, list[float]]:
         """The losses of each learner's steps."""
@@ -175,15 +198,15 @@ def train_virtually(
     """Run to the end of the budget and close the run; see `virtual_run` for the arguments.
 
     Raises:
-        DilocoError: The run stalled before the end of its budget.
+        DilocoError: See `VirtualRun.train`.
     """
     with virtual_run(config, learners, workload=workload, recorder=recorder, device=device) as run:
-        outcome = run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
-    if outcome != "stop":
-        clocks = {shard.name: shard.machine.state.clock for shard in run.system.shards}
-        raise DilocoError(f"the virtual run stalled ({outcome}) with clocks {json.dumps(clocks)}")
+        run.train()
     return run
 
+
+LOOK_SECONDS = 60.0
+"""Virtual time between two checks whether a process stays down."""
 
 FOREVER_SECONDS = 1e9
 """Time limit of 30 years: a run that has not ended by then has stalled."""

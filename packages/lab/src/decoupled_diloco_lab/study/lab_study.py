@@ -27,7 +27,7 @@ from decoupled_diloco.protocol.rounds import RULE_FAILED
 from decoupled_diloco.workloads import Batch
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
-from decoupled_diloco_lab.simulate.training import FOREVER_SECONDS, virtual_run
+from decoupled_diloco_lab.simulate.training import virtual_run
 from decoupled_diloco_lab.study.functions import (
     Functions,
     Loss,
@@ -302,24 +302,12 @@ class Study:
             system.checks, system.on_step = False, on_step
             if method.faults is not None:
                 method.faults(system)
-            children = system.supervisor.children.values()
-            outcome = system.run(
-                stop=lambda: (
-                    system.finished or bool(failures) or any(child.down for child in children)
-                ),
-                until=FOREVER_SECONDS,
-            )
-            for child in children:
-                if child.down:
-                    words = system.supervisor.last_words(child.name)
-                    failures.append(f"{child.name} of {name!r} with seed={seed} failed: {words}")
+            try:
+                run.train(stop=lambda: bool(failures))
+            except DilocoError as error:
+                failures.append(f"{name!r} with seed={seed}: {error}")
             if failures:
                 raise DilocoError(failures[0])
-            if outcome != "stop":
-                raise DilocoError(
-                    f"{name!r} with seed={seed} stalled after {run.tokens} tokens ({outcome}): "
-                    "lower quorum, or plan fewer faults"
-                )
             steps = sum(map(len, run.losses.values()))
             moved = sum(each.data_bytes_sent + each.data_bytes_received for each in stats.values())
             model = run.model()
