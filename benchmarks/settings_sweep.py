@@ -16,11 +16,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import published_methods
 import torch
 from evidence import keep, parser
 from quality import STREAMING_OUTER, SYNCHRONOUS
 from speeds import EQUAL, UNEQUAL
 from virtual import RATES, SEQUENCES, SIZE, Cell, Row, gap_percent, mean_of, measured
+
+from decoupled_diloco.config.plugins import register_method
 
 
 def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
@@ -312,11 +315,70 @@ def _paper() -> dict[str, Cell]:
     return cells
 
 
+def _own(name: str, lr: float, **options: float) -> dict[str, Any]:
+    return {"optimizer": f"published_methods:{name}", "lr": lr, "options": options}
+
+
+OWN = {
+    "isotropic": "merge rule",
+    "GPA": "outer optimizer",
+    "ConstantLength": "outer optimizer",
+    "short_at_the_end": "schedule",
+    "long_at_the_end": "schedule",
+    "Statistical2Bit": "codec",
+}
+"""The methods of `published_methods`, and their kinds."""
+
+
+def _methods() -> dict[str, Cell]:
+    for name, kind in OWN.items():
+        register_method(kind, f"published_methods:{name}", getattr(published_methods, name))
+    rule, schedule = "published_methods:isotropic", "published_methods:{}_at_the_end"
+    two_bits = {"uplink": "published_methods:Statistical2Bit"}
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+        "1 / 0": ({}, ALONE, 1.0),
+        "Iso-C, 1 / 0": ({"merge": {"rule": rule}}, ALONE, 1.0),
+        "Iso-C, 2.1 / 0": ({"merge": {"rule": rule}}, {"lr": 2.1, "momentum": 0.0}, 1.0),
+        "Iso-C, 1.8 / 0.8": ({"merge": {"rule": rule}}, {"lr": 1.8, "momentum": 0.8}, 1.0),
+        "Iso-C, 2.1 / 0, twice the inner rate": (
+            {"merge": {"rule": rule}},
+            {"lr": 2.1, "momentum": 0.0},
+            2.0,
+        ),
+        "GPA": ({}, _own("GPA", 1.0), 1.0),
+        "GPA, μx = 0.5": ({}, _own("GPA", 1.0, mu_x=0.5), 1.0),
+        "constant length 1, momentum 0.5": ({}, _own("ConstantLength", 1.0), 1.0),
+        "constant length 0.7, momentum 0.5": ({}, _own("ConstantLength", 0.7), 1.0),
+        "H = 8 in the last fifth, 1 / 0": ({"schedule": schedule.format("short")}, ALONE, 1.0),
+        "H = 8, 24, 48, 1 / 0": ({"schedule": schedule.format("long")}, ALONE, 1.0),
+        "int2 up": ({"codec": {"uplink": "int2"}}, {}, 1.0),
+        "statistical 2 bits up": ({"codec": two_bits}, {}, 1.0),
+        "statistical 2 bits up, β = 0.9": (
+            {"codec": {**two_bits, "feedback_decay": 0.9}},
+            {},
+            1.0,
+        ),
+    }
+    cells: dict[str, Cell] = {}
+    for inner in RATES:
+        default = f"{inner}: default"
+        cell = Cell(
+            default, inner=inner, sync={"merge": {"rule": "mean"}} if inner == "muon" else {}
+        )
+        cells[default] = replace(cell, against="")
+        for name, (sync, outer, rate) in kinds.items():
+            cells[f"{inner}: {name}"] = replace(
+                cell, sync={**cell.sync, **sync}, outer=outer, rate=rate * RATES[inner]
+            )
+    return cells
+
+
 MEASURES = {"average_loss", "accuracy", "brackets", "copying", "character_error_rate", "goodput"}
 """What a table shows in addition to the loss, where a workload or a run has it."""
 
 GROUPS = {
     "gap": _gap,
+    "methods": _methods,
     "paper": _paper,
     "variants": _variants,
     "longer": _longer,

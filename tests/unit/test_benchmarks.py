@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decoupled_diloco import lab
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.gpt import GptWorkload, TextBatch
 
@@ -40,6 +42,27 @@ def test_every_folder_holds_its_evidence() -> None:
     for folder in folders:
         for name in ("command", "config.json", "raw.json", "result.json"):
             assert (folder / name).stat().st_size > 2, f"{folder.name}/{name}"
+
+
+def test_the_published_methods_have_the_properties_of_their_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    methods = load("published_methods")
+    for name in load("settings_sweep").OWN:
+        if name != "isotropic":
+            lab.check(getattr(methods, name))
+    with pytest.raises(ConfigError, match="- equal contributions give that"):
+        lab.check(methods.isotropic)  # it changes any matrix whose singular values differ
+
+
+def test_an_isotropic_merge_has_equal_singular_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    vectors = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+    weights = torch.tensor([0.5, 0.25, 0.25])
+    merged = load("published_methods").isotropic(vectors, weights, (4, 3)).view(4, 3)
+    expected = torch.linalg.svdvals((weights @ vectors).view(4, 3)).mean()
+    assert torch.allclose(torch.linalg.svdvals(merged), expected.expand(3), rtol=1e-4)
 
 
 TINY = {

@@ -1,0 +1,161 @@
+"""Methods of other papers, each written as a user would write it: see docs/how-to/own-method.md.
+
+`settings_sweep.py methods` measures them. The rates and momenta are in its cells.
+
+    M  contributions, at least 1
+    N  elements of one piece, of one fragment, or of one group of a codec
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+"""Elements that share the values of `Statistical2Bit`."""
+
+
+def isotropic(contributions: Tensor, weights: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the weighted mean; that of a matrix gets equal singular values, their average.
+
+    Source:
+        Iso-C, as a merge rule: github.com/shoroi/isoloco.
+    """
+    mean = weights @ contributions
+    if len(shape) != 2 or min(shape) == 1:
+        return mean
+    left, values, right = torch.linalg.svd(mean.view(shape), full_matrices=False)
+    return (left @ right * values.mean()).flatten()
+
+
+class GPA(torch.optim.Optimizer):
+    """Generalized primal averaging: learners train at a mixture of an average and fast weights.
+
+    `z ← z - lr·g`, `x ← μx·x + (1 - μx)·z`, `y = μy·x + (1 - μy)·z`; y is what learners train. A
+    step here is a round, so that μx is the 0.9 of the paper for a step of its own.
+
+    Source:
+        arXiv 2512.17131.
+    """
+
+    def __init__(self, params: Any, lr: float, mu_x: float = 0.9, mu_y: float = 0.7) -> None:
+        super().__init__(params, {"lr": lr, "mu_x": mu_x, "mu_y": mu_y})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update the parameters."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                z = state.setdefault("z", p.clone())
+                x = state.setdefault("x", p.clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, 1 - group["mu_x"])
+                p.copy_(torch.lerp(z, x, group["mu_y"]))
+
+
+class ConstantLength(torch.optim.Optimizer):
+    """SGD with momentum μ whose rate keeps the effective length of its steps constant.
+
+    Successive gradients with the correlation ρ let momentum lengthen a step by `1/(1 - μ·ρ)`. The
+    rate is `lr·(1 - μ·ρ)`, with ρ averaged over about the last five rounds.
+
+    Source:
+        The effective rate of AutoDiLoCo.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Update the parameters."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                last = state.setdefault("last", torch.zeros_like(p))
+                buffer = state.setdefault("momentum", torch.zeros_like(p))
+                norms = float(last.norm() * p.grad.norm())
+                now = float(last @ p.grad) / norms if norms > 0 else 0.0
+                rho = state["rho"] = 0.8 * state.get("rho", 0.0) + 0.2 * now
+                mu = group["momentum"]
+                buffer.mul_(mu).add_(p.grad)
+                p.sub_(buffer, alpha=group["lr"] * (1 - mu * rho))
+                last.copy_(p.grad)
+
+
+def short_at_the_end(step: int, steps: int | None) -> int:
+    """Return H = 24, and 8 in the last fifth."""
+    return 8 if steps is not None and step >= 0.8 * steps else 24
+
+
+def long_at_the_end(step: int, steps: int | None) -> int:
+    """Return H = 8, 24 and 48, inverse to the squared rate of a cosine, as the quadratic rule.
+
+    Source:
+        QSR (arXiv 2310.14423).
+    """
+    if steps is None:
+        return 24
+    rate = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return max(h for h in (8, 24, 48) if h == 8 or h <= 12 / rate**2)
+
+
+class Statistical2Bit:
+    """Two bits: each value becomes the mean of the values of its bin.
+
+    The bins of a group are divided at its mean, and at one standard deviation on either side of it.
+    A group is sent as four values in bf16 and its bits: 2.5 bits per element.
+
+    Source:
+        The statistical quantization of MuLoCo (arXiv 2505.23725), whose bins divide 6 σ.
+    """
+
+    group = GROUP
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of N elements."""
+        whole, rest = divmod(numel, GROUP)
+        return whole * (8 + GROUP // 4) + (8 + -(-rest // 4) if rest else 0)
+
+    def encode(self, vector: Tensor) -> Tensor:
+        """Encode fp32 [N] as uint8 [nbytes(N)]."""
+        whole = len(vector) // GROUP * GROUP
+        rows = [vector[:whole].view(-1, GROUP), vector[None, whole:]]
+        return torch.cat([_encoded(each).flatten() for each in rows])
+
+    def decode(self, body: Tensor, numel: int) -> Tensor:
+        """Return the vector, fp32 [N], of its encoded form."""
+        whole, rest = divmod(numel, GROUP)
+        size = 8 + GROUP // 4
+        groups = _decoded(body[: whole * size].view(-1, size), GROUP)
+        return torch.cat([groups.flatten(), _decoded(body[None, whole * size :], rest).flatten()])
+
+
+SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+
+
+def _encoded(rows: Tensor) -> Tensor:
+    """Encode groups, fp32 [G, N] with N up to `GROUP`, as uint8 [G, 8 + N / 4]."""
+    if not rows.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    mean, spread = rows.mean(dim=1, keepdim=True), rows.std(dim=1, keepdim=True, correction=0)
+    bins = (rows >= mean - spread).long() + (rows >= mean) + (rows >= mean + spread)
+    sums = torch.zeros(len(rows), 4).scatter_add_(1, bins, rows)
+    counts = torch.zeros(len(rows), 4).scatter_add_(1, bins, torch.ones_like(rows))
+    values = (sums / counts.clamp(min=1)).to(torch.bfloat16)
+    padded = torch.nn.functional.pad(bins.to(torch.uint8), (0, -rows.shape[1] % 4))
+    bits = (padded.view(len(rows), -1, 4) << SHIFTS).sum(dim=2).to(torch.uint8)
+    return torch.cat([values.view(torch.uint8), bits], dim=1)
+
+
+def _decoded(rows: Tensor, numel: int) -> Tensor:
+    """Return the groups, fp32 [G, N], of their encoded form."""
+    if not rows.numel():
+        return torch.empty(0)
+    values = rows[:, :8].flatten().clone().view(torch.bfloat16).view(-1, 4).float()
+    bins = ((rows[:, 8:, None] >> SHIFTS) & 3).flatten(1)[:, :numel]
+    return values.gather(1, bins.long())
