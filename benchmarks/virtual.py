@@ -137,7 +137,8 @@ class Cell:
         speeds: Seconds per step of each learner; `steps` then counts those of all learners.
         until: Final values of entries in `outer` that change over the run.
         chaos: Mean seconds between two failures of the same learner, and until it is back. A step
-            takes a second, and the run ends after as many tokens as without failures.
+            takes a second, and the run ends after as many tokens as without failures. The learning
+            rate falls over the steps that learners need if they are away that often.
         sites: Sites with relays.
         privacy: The table of this name.
     """
@@ -171,7 +172,8 @@ class Cell:
             budget = {"max_tokens": self.steps * batch * size["context"]}
             size = {**size, "total_steps": global_steps(self.speeds, self.steps)}
         if self.chaos:
-            size = {**size, "total_steps": self.steps}
+            between, repair = self.chaos
+            size = {**size, "total_steps": round(self.steps * (1 + repair / between))}
             workload = load_workload(self.workload, {**size, "batch_size": batch, **self.options})
             tokens = workload.tokens(next(workload.batches(0, self.learners)))
             budget = {"max_tokens": self.steps * self.learners * tokens}
