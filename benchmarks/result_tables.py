@@ -155,14 +155,21 @@ def peers(result: Any) -> str:
         back = [back[-1] for back in row["back_seconds"] if back[-1] is not None]
         steps = [float(steps[0]) for steps in row["steps_in_minute"]]
         ended = f"{row['finished']} of {row['runs']}"
-        return [few(longest, 1, " s"), few(back, 1, " s"), few(steps, 0, ""), ended]
+        reached = [at for at in row.get("seconds_to_target", []) if at is not None]
+        shown = [few(longest, 1, " s"), few(back, 1, " s"), few(steps, 0, "")]
+        return [*shown, few(reached, 0, " s"), ended]
 
     header = ["model and link", "system", "steps/s, relative to no communication", "longest step"]
     parts = [table([*header, "sent per step and direction", "finished"], rows_of("speed", speed))]
+    parts.append(fill(ABOUT["peers"]["paced"], result=result))
+    header = ["model and link, four paced workers", "system", "steps/s, relative to none"]
+    header += ["longest step", "sent per step and worker", "finished"]
+    parts.append(table(header, rows_of("paced", speed)))
     header = ["one worker four times slower, equal tokens", "training time", "loss"]
     parts.append(table(header, [row[1:] for row in rows_of("slow", slow)]))
     header = ["fault", "system", "longest time without a step, workers that were not killed"]
     header += ["killed worker steps again after", "steps in the minute after the fault"]
+    header += ["loss 2.3 after"]
     struck = [
         row
         for kind in result

@@ -3,7 +3,7 @@
 It runs in the environment of each peer, with this repository's ``src`` in PYTHONPATH. The workload
 needs torch, numpy and pydantic, and no other part of this package.
 
-A worker gets the path of a `Task` in JSON. It appends the end of each step to
+A worker gets the path of a `Task` in JSON. It appends the end and the loss of each step to
 ``FOLDER/worker-N.steps``, so that its progress is known even if it is killed, and writes
 ``FOLDER/worker-N.json`` at the end.
 """
@@ -41,6 +41,8 @@ class Task:
         fragments: Parts of the model that a streaming system sends one at a time.
         overlap: Steps that a streaming system may take while a fragment is in transit.
         slowdown: Factor on the time of a step.
+        pace_seconds: Least time from the start of a step to its update: the time that a faster
+            device would compute, which leaves the cores of this machine idle.
         snapshots: Save the state from which a restarted worker continues, if the peer leaves that
             to the training script.
         timeout_seconds: Timeout of an exchange, for peers that require one.
@@ -60,6 +62,7 @@ class Task:
     fragments: int
     overlap: int
     slowdown: float
+    pace_seconds: float
     snapshots: bool
     timeout_seconds: float
     addresses: tuple[str, ...]
@@ -130,6 +133,7 @@ class Training:
 
     def step(self, model: Any = None) -> int:
         """Take one inner step, with a wrapper of the model if one is given; return its tokens."""
+        start = time.monotonic()
         begun = time.thread_time()  # excludes waiting for other workers
         batch = next(self._batches)
         factor = self.workload.schedule(self.steps)
@@ -139,14 +143,16 @@ class Training:
         loss.backward()
         if self.task.slowdown > 1:
             time.sleep((self.task.slowdown - 1) * (time.thread_time() - begun))
+        time.sleep(max(0.0, start + self.task.pace_seconds - time.monotonic()))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
+        self._loss = float(loss.detach())
         return self.workload.tokens(batch)
 
     def ended(self) -> None:
         """Record the end of the step, including the peer's work in it."""
-        self._record(str(self.steps))
+        self._record(str(self.steps), f" {self._loss:.4f}")
 
     def finish(self, **more: Any) -> None:
         """Evaluate the current model, and write the result for the driver."""
@@ -155,6 +161,6 @@ class Training:
         path = Path(self.task.folder) / f"worker-{self.task.worker}.json"
         path.write_text(json.dumps(found))
 
-    def _record(self, what: str) -> None:
-        self._steps.write(f"{what} {time.monotonic():.6f} {os.getpid()}\n")
+    def _record(self, what: str, more: str = "") -> None:
+        self._steps.write(f"{what} {time.monotonic():.6f} {os.getpid()}{more}\n")
         self._steps.flush()

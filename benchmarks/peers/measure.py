@@ -46,14 +46,31 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 """All systems use momentum 0.5, not 0.9, because the runs have few outer steps."""
 
 PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
-PERIODS = {"speed": 5, "loss": 25, "slow": 5, **dict.fromkeys(FAULTS, 20), "lose-worker": 8}
-"""Periods per run of each kind; "speed" and "slow" are timed after the first period."""
+PERIODS = {
+    "speed": 5,
+    "paced": 5,
+    "loss": 25,
+    "slow": 5,
+    **dict.fromkeys(FAULTS, 20),
+    "lose-worker": 8,
+}
+"""Periods per run of each kind; "speed", "paced" and "slow" are timed after the first period."""
 
-WORKERS = {**dict.fromkeys(PERIODS, 2), "lose-worker": 4}
+WORKERS = {**dict.fromkeys(PERIODS, 2), "paced": 4, "lose-worker": 4}
+PACE_SECONDS = 0.7
+"""A step of four workers together computes for 0.7 s, half of the time of two cores."""
+
+TARGET_LOSS = 2.3
 
 PERIODS_OF_LARGE = 3
 SLOWDOWN = 4.0
-SECONDS_MAX = {"speed": 150.0, "slow": 150.0, "loss": 300.0, **dict.fromkeys(FAULTS, 300.0)}
+SECONDS_MAX = {
+    "speed": 150.0,
+    "paced": 240.0,
+    "slow": 150.0,
+    "loss": 300.0,
+    **dict.fromkeys(FAULTS, 300.0),
+}
 """Time limit of a run, which ends it with its progress as the result; doubled for the large model.
 """
 
@@ -82,11 +99,13 @@ class Cell:
 def cells(models: Iterable[str]) -> list[Cell]:
     """Return the cells in the order of a repetition: cells to be compared follow each other."""
     settings = [(model, link, "speed") for model in models for link in LINKS]
+    small = [model for model in models if model != "25M"]
+    settings += [(model, link, "paced") for model in small for link in LINKS]
     settings += [
         (model, "clean", kind)
-        for model in models
+        for model in small
         for kind in PERIODS
-        if model != "25M" and kind != "speed"
+        if kind not in ("speed", "paced")
     ]
     return [Cell(system, *each) for each in settings for system in SYSTEMS]
 
@@ -110,6 +129,7 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
             fragments=FRAGMENTS,
             overlap=OVERLAP,
             slowdown=slowdown * (SLOWDOWN if cell.kind == "slow" and worker == 1 else 1.0),
+            pace_seconds=PACE_SECONDS if workers == 4 else 0.0,
             snapshots=cell.kind in FAULTS,
             timeout_seconds=max(TIMEOUT_SECONDS_MIN, 20 * exchange_seconds),
             addresses=tuple(ADDRESSES[n % len(ADDRESSES)] for n in range(workers)),
@@ -134,7 +154,7 @@ def measure(cell: Cell, arguments: Namespace) -> Row:
             starts = {"center": system.center(tasks[0], python), **starts}
         deadline = time.monotonic() + SECONDS_MAX[cell.kind] * (1 + cell.large)
         run = Run(Path(name), sites, tasks, starts, deadline, FAULTS.get(cell.kind))
-        row = run.summary(run.carry_out(), warm_periods=1)
+        row = run.summary(run.carry_out(), warm_periods=1, target=TARGET_LOSS)
         if arguments.logs:
             row["logs"] = run.logs()
     return {**row, "seconds": round(time.monotonic() - begun, 1)}
@@ -152,7 +172,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         kind: {
             where: {
                 system: _timed(each, systems.get("none", []))
-                if kind in ("speed", "slow", "loss")
+                if kind not in FAULTS
                 else _faulty(each)
                 for system, each in systems.items()
             }
@@ -179,7 +199,7 @@ def _timed(rows: list[Row], alone: list[Row]) -> dict[str, Any]:
             for row in timed
         ],
         "longest_gap_seconds": [max(row["gaps"]) for row in timed],
-        "bytes_per_step": [sum(row["sent_per_step"]) / 2 for row in timed],
+        "bytes_per_step": [sum(row["sent_per_step"]) / len(row["steps"]) for row in timed],
     }
     losses = [loss for row in rows for loss in row["losses"][:1] if loss is not None]
     return found | ({"loss": statistics.mean(losses)} if losses else {})
@@ -192,7 +212,7 @@ def _faulty(rows: list[Row]) -> dict[str, Any]:
         "runs": len(rows),
         **{
             name: [row[name] for row in rows if name in row]
-            for name in ("gaps", "steps_in_minute", "back_seconds")
+            for name in ("gaps", "steps_in_minute", "back_seconds", "seconds_to_target")
         },
     }
 

@@ -23,8 +23,8 @@ from links import Sites
 from peer_systems import Start, environment_of
 
 Row = dict[str, Any]
-Step = tuple[float, int, int]
-"""Time of its end, step number, and process id of the worker."""
+Step = tuple[float, int, int, float]
+"""Time of its end, step number, process id of the worker, and loss."""
 
 RESTART_SECONDS = 5.0
 POLL_SECONDS = 0.1
@@ -127,9 +127,10 @@ class Run:
         """Return the steps of all incarnations of a worker; step 0 is the start of one."""
         path, found = self.folder / f"worker-{task.worker}.steps", []
         for line in path.read_text().splitlines() if path.exists() else []:
-            what, instant, pid = line.split()
+            what, instant, pid, *loss = line.split()
             if what != "end":
-                found.append((float(instant), 0 if what == "begin" else int(what), int(pid)))
+                step = 0 if what == "begin" else int(what)
+                found.append((float(instant), step, int(pid), float(*loss or ["inf"])))
         return found
 
     def _start(self, name: str) -> None:
@@ -167,8 +168,14 @@ class Run:
             _kill(process.pid)
             process.wait()
 
-    def summary(self, ended: bool, warm_periods: int) -> Row:
-        """Summarize the workers' files and the interfaces' counters."""
+    def summary(self, ended: bool, warm_periods: int, target: float) -> Row:
+        """Summarize the workers' files and the interfaces' counters.
+
+        Args:
+            ended: Whether all workers succeeded.
+            warm_periods: Periods that are not timed.
+            target: Loss whose time is noted: the first worker's mean over a period.
+        """
         steps = [self._steps(task) for task in self.tasks]
         results = [_result(self.folder / f"worker-{task.worker}.json") for task in self.tasks]
         lost = [f"worker-{task.worker}" in self.lost for task in self.tasks]
@@ -181,7 +188,8 @@ class Run:
             row["restarts"] = self.restarts
         elif all(len(each) > 2 for each in steps):
             warm = warm_periods * self.tasks[0].period if row["finished"] else 0
-            row |= self._speed([[instant for instant, _, _ in each[warm:]] for each in steps])
+            row |= self._speed([[instant for instant, *_ in each[warm:]] for each in steps])
+        row["seconds_to_target"] = seconds_to(target, steps[0], self.tasks[0].period)
         row |= {"losses": [result.get("loss") for result in results], "results": results}
         if not row["finished"]:
             row["logs"] = self.logs()
@@ -224,7 +232,7 @@ def effect(
     """
     found: dict[str, Any] = {"gaps": [], "steps_in_minute": [], "back_seconds": []}
     for worker, each in enumerate(steps):
-        ended = [instant for instant, step, _ in each if step]
+        ended = [instant for instant, step, *_ in each if step]
         before = [instant for instant in ended if instant <= begun]
         after = [instant for instant in ended if instant > begun]
         marks = [*before[-1:], *after, *([] if finished[worker] else [until])]
@@ -234,8 +242,17 @@ def effect(
     return found
 
 
+def seconds_to(target: float, steps: list[Step], period: int) -> float | None:
+    """Return the seconds from a worker's start until its mean loss over a period is the target."""
+    taken = [step for step in steps if step[1]]
+    for end in range(period, len(taken) + 1):
+        if sum(loss for *_, loss in taken[end - period : end]) <= target * period:
+            return taken[end - 1][0] - steps[0][0]
+    return None
+
+
 def _last(steps: list[Step]) -> int:
-    return max((step for _, step, _ in steps), default=0)
+    return max((step for _, step, *_ in steps), default=0)
 
 
 def _result(path: Path) -> Row:
