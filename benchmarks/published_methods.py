@@ -92,6 +92,11 @@ def short_at_the_end(step: int, steps: int | None) -> int:
     return 8 if steps is not None and step >= 0.8 * steps else 24
 
 
+def half_at_the_end(step: int, steps: int | None) -> int:
+    """Return H = 48, and 24 in the last fifth."""
+    return 24 if steps is not None and step >= 0.8 * steps else 48
+
+
 def long_at_the_end(step: int, steps: int | None) -> int:
     """Return H = 8, 24 and 48, inverse to the squared rate of a cosine, as the quadratic rule.
 

@@ -236,6 +236,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "outer": ALONE,
     },
     "int2, H = 36": {"sync": _wire("int2", period=36)},
+    "int2, H = 48, and 24 in the last fifth": {
+        "sync": {**_wire("int2", period=48), "schedule": "published_methods:half_at_the_end"}
+    },
     "int2, H = 36, carry, 1 / 0": {
         "sync": {**_wire("int2", period=36), **CARRY},
         "outer": ALONE,
@@ -324,15 +327,17 @@ OWN = {
     "GPA": "outer optimizer",
     "ConstantLength": "outer optimizer",
     "short_at_the_end": "schedule",
+    "half_at_the_end": "schedule",
     "long_at_the_end": "schedule",
     "Statistical2Bit": "codec",
 }
 """The methods of `published_methods`, and their kinds."""
 
+for _name, _kind in OWN.items():
+    register_method(_kind, f"published_methods:{_name}", getattr(published_methods, _name))
+
 
 def _methods() -> dict[str, Cell]:
-    for name, kind in OWN.items():
-        register_method(kind, f"published_methods:{name}", getattr(published_methods, name))
     rule, schedule = "published_methods:isotropic", "published_methods:{}_at_the_end"
     two_bits = {"uplink": "published_methods:Statistical2Bit"}
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from evidence import ABOUT, keep, options
 from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.plugins import registered
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.merge.outer import NesterovSGD
 from decoupled_diloco.protocol.messages import Apply, RoundFinished, StepFinished
@@ -260,7 +262,11 @@ class Cell:
         sync = self.config(0).sync
         merges = self.learners if sync.participation == "async" else 1
         bits = bits_of(sync.codec.uplinks[0]) + merges * bits_of(sync.codec.downlink)
-        return 64 * sync.sync_every / bits
+        period: float = sync.sync_every
+        if sync.schedule is not None:
+            periods = registered("schedule", sync.schedule)
+            period = harmonic_mean(periods(step, self.steps) for step in range(self.steps))
+        return 64 * period / bits
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:
