@@ -187,7 +187,9 @@ class Cell:
             learner=learner,
             sites=self.sites,
             privacy=self.privacy,
-            data={"elastic": False},  # fixed parts, so that plain training gets the same batches
+            # Fixed parts, so that plain training gets the same batches. After a failure, a learner
+            # would train those since its checkpoint again, so runs with failures have leases.
+            data={"elastic": bool(self.chaos)},
             workload={
                 "name": self.workload,
                 "options": {**size, **inner, "batch_size": batch, **self.options},
