@@ -12,21 +12,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from settings_sweep import ALONE, FREQUENT
 from virtual import LEARNERS, Cell, Row, compare, interval, mean_of
 
 ALL, OWN = "all voices", "own voice"
-PARALLEL = "data-parallel"
+PARALLEL, MUON_PARALLEL = "data-parallel", "Muon: data-parallel"
 OPTIONS: dict[str, Any] = {"eval_utterances": 1000}
 RATE = 8e-3
 
 RUNS = {
     PARALLEL: Cell(plain=True),
-    "four learners, H = 8": Cell(sync={"fragments": 8, "sync_every": 8}, outer={"momentum": 0.0}),
+    "four learners, H = 8": Cell(
+        PARALLEL, sync={"fragments": 8, "sync_every": 8}, outer={"momentum": 0.0}
+    ),
+    MUON_PARALLEL: Cell(plain=True, inner="muon"),
+    "Muon: four learners, as the recipe": Cell(
+        MUON_PARALLEL,
+        inner="muon",
+        sync={**FREQUENT, "fragments": 8, "merge": {"rule": "mean"}},
+        outer=ALONE,
+    ),
 }
 CELLS = {
     f"{name}, {voices}": replace(
         cell,
-        against="" if cell.plain else f"{PARALLEL}, {voices}",
+        against=f"{cell.against}, {voices}" if cell.against else "",
         workload="speech",
         rate=RATE,
         options={**OPTIONS, "own_voices": voices == OWN},
