@@ -289,10 +289,16 @@ def _paper() -> dict[str, Cell]:
         "text, dense": text,
         "text, mixture of experts": replace(text, workload="moe", options={"expert_hidden": 128}),
         "vision": Cell(
-            workload="vit", steps=360, rate=4e-3, sync={**frequent, "fragments": 8}, outer=ALONE
+            workload="vit",
+            inner="muon",
+            steps=360,
+            rate=4e-3,
+            sync={**frequent, "fragments": 8},
+            outer=ALONE,
         ),
         "speech": Cell(
             workload="speech",
+            inner="muon",
             steps=480,
             rate=8e-3,
             sync={**frequent, "fragments": 8},
