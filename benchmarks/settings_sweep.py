@@ -21,7 +21,7 @@ import torch
 from evidence import keep, parser
 from quality import STREAMING_OUTER, SYNCHRONOUS
 from speeds import EQUAL, UNEQUAL
-from virtual import RATES, SEQUENCES, SIZE, Cell, Row, gap_percent, mean_of, measured
+from virtual import RATES, SEQUENCES, SIZE, Cell, Row, gap_percent, interval, mean_of, measured
 
 from decoupled_diloco.config.plugins import register_method
 
@@ -426,7 +426,10 @@ def main() -> None:
 
 
 def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
-    """Return the mean loss, and the gap to the cell in `against`, paired by seeds."""
+    """Return the mean loss, and the gap to the cell in `against`, paired by seeds.
+
+    The gap is that of the loss in percent, or of an accuracy or error rate in percentage points.
+    """
     own = rows[name]
     found: Row = {"less": cell.less, "loss": mean_of(own, "loss"), "seeds": len(own)}
     for measure in sorted(MEASURES.intersection(*own)):
@@ -434,7 +437,12 @@ def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
     others = {row["seed"]: row for row in rows.get(cell.against, [])}
     pairs = [(row, others[row["seed"]]) for row in own if row["seed"] in others]
     if pairs and cell.against != name:
-        found["gap_percent"] = gap_percent(*map(list, zip(*pairs, strict=True)))
+        shares = {"accuracy", "character_error_rate"}.intersection(*own)
+        for share in shares:
+            differences = [100 * (row[share] - other[share]) for row, other in pairs]
+            found["points"] = interval(differences)
+        if not shares:
+            found["gap_percent"] = gap_percent(*map(list, zip(*pairs, strict=True)))
     return found
 
 
