@@ -146,30 +146,33 @@ def peers(result: Any) -> str:
             f"{row['finished']} of {row['runs']}",
         ]
 
+    def reached(row: Any) -> str:
+        known = [at for at in row.get("seconds_to_target", []) if at is not None]
+        return few(known, 0, " s")
+
     def slow(row: Any) -> list[str]:
         return [few(row["seconds_of_all_steps"], 0, " s"), f"{row['loss']:.2f}"]
 
     def fault(kind: str, row: Any) -> list[str]:
-        alive = [gaps[:-1] if kind.endswith("-worker") else gaps for gaps in row["gaps"]]
+        alive = [gaps[:-1] if "worker" in faults[kind] else gaps for gaps in row["gaps"]]
         longest = [max(filter(None, gaps)) for gaps in alive if gaps[0] is not None]
         back = [back[-1] for back in row["back_seconds"] if back[-1] is not None]
         steps = [float(steps[0]) for steps in row["steps_in_minute"]]
         ended = f"{row['finished']} of {row['runs']}"
-        reached = [at for at in row.get("seconds_to_target", []) if at is not None]
         shown = [few(longest, 1, " s"), few(back, 1, " s"), few(steps, 0, "")]
-        return [*shown, few(reached, 0, " s"), ended]
+        return [*shown, reached(row), ended]
 
     header = ["model and link", "system", "steps/s, relative to no communication", "longest step"]
     parts = [table([*header, "sent per step and direction", "finished"], rows_of("speed", speed))]
     parts.append(fill(ABOUT["peers"]["paced"], result=result))
     header = ["model and link, four paced workers", "system", "steps/s, relative to none"]
-    header += ["longest step", "sent per step and worker", "finished"]
-    parts.append(table(header, rows_of("paced", speed)))
+    header += ["longest step", "sent per step and worker", "finished", "loss 2.3 after"]
+    parts.append(table(header, rows_of("paced", lambda row: [*speed(row), reached(row)])))
     header = ["one worker four times slower, equal tokens", "training time", "loss"]
     parts.append(table(header, [row[1:] for row in rows_of("slow", slow)]))
     header = ["fault", "system", "longest time without a step, workers that were not killed"]
     header += ["killed worker steps again after", "steps in the minute after the fault"]
-    header += ["loss 2.3 after"]
+    header += ["loss 2.0 after"]
     struck = [
         row
         for kind in result

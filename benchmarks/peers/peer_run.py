@@ -45,6 +45,7 @@ FAULTS = {
     "kill-worker": Fault("worker-1"),
     "kill-center": Fault("center"),
     "lose-worker": Fault("worker-3", for_ever=True),
+    "lose-paced": Fault("worker-3", for_ever=True),
     "cut": Fault(cut_seconds=60.0),
 }
 """A system without a center loses worker 0 instead; with DDP this is rank 0 and the rendezvous."""
