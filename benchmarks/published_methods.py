@@ -140,17 +140,17 @@ class Statistical2Bit:
         return torch.cat([groups.flatten(), _decoded(body[None, whole * size :], rest).flatten()])
 
 
-SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device="cpu")
 
 
 def _encoded(rows: Tensor) -> Tensor:
     """Encode groups, fp32 [G, N] with N up to `GROUP`, as uint8 [G, 8 + N / 4]."""
     if not rows.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     mean, spread = rows.mean(dim=1, keepdim=True), rows.std(dim=1, keepdim=True, correction=0)
     bins = (rows >= mean - spread).long() + (rows >= mean) + (rows >= mean + spread)
-    sums = torch.zeros(len(rows), 4).scatter_add_(1, bins, rows)
-    counts = torch.zeros(len(rows), 4).scatter_add_(1, bins, torch.ones_like(rows))
+    sums = rows.new_zeros(len(rows), 4).scatter_add_(1, bins, rows)
+    counts = rows.new_zeros(len(rows), 4).scatter_add_(1, bins, torch.ones_like(rows))
     values = (sums / counts.clamp(min=1)).to(torch.bfloat16)
     padded = torch.nn.functional.pad(bins.to(torch.uint8), (0, -rows.shape[1] % 4))
     bits = (padded.view(len(rows), -1, 4) << SHIFTS).sum(dim=2).to(torch.uint8)
@@ -160,7 +160,7 @@ def _encoded(rows: Tensor) -> Tensor:
 def _decoded(rows: Tensor, numel: int) -> Tensor:
     """Return the groups, fp32 [G, N], of their encoded form."""
     if not rows.numel():
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
     values = rows[:, :8].flatten().clone().view(torch.bfloat16).view(-1, 4).float()
     bins = ((rows[:, 8:, None] >> SHIFTS) & 3).flatten(1)[:, :numel]
     return values.gather(1, bins.long())

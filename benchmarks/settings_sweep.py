@@ -339,9 +339,6 @@ OWN = {
 }
 """The methods of `published_methods`, and their kinds."""
 
-for _name, _kind in OWN.items():
-    register_method(_kind, f"published_methods:{_name}", getattr(published_methods, _name))
-
 
 def _methods() -> dict[str, Cell]:
     rule, schedule = "published_methods:isotropic", "published_methods:{}_at_the_end"
@@ -407,6 +404,8 @@ def main() -> None:
     options.add_argument("group", choices=GROUPS)
     arguments = options.parse_args()
     torch.set_num_threads(1)
+    for name, kind in OWN.items():
+        register_method(kind, f"published_methods:{name}", getattr(published_methods, name))
     cells = GROUPS[arguments.group]()
     names = [name for name in cells if re.search(arguments.cells, name)]
     measured(arguments.kept, names, arguments.seeds, lambda name, seed: cells[name].measure(seed))
