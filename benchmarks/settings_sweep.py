@@ -341,15 +341,16 @@ OWN = {
 
 
 def _methods() -> dict[str, Cell]:
-    rule, schedule = "published_methods:isotropic", "published_methods:{}_at_the_end"
+    isotropic = {"merge": {"rule": "published_methods:isotropic"}}
+    schedule = "published_methods:{}_at_the_end"
     two_bits = {"uplink": "published_methods:Statistical2Bit"}
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         "1 / 0": ({}, ALONE, 1.0),
-        "Iso-C, 1 / 0": ({"merge": {"rule": rule}}, ALONE, 1.0),
-        "Iso-C, 2.1 / 0": ({"merge": {"rule": rule}}, {"lr": 2.1, "momentum": 0.0}, 1.0),
-        "Iso-C, 1.8 / 0.8": ({"merge": {"rule": rule}}, {"lr": 1.8, "momentum": 0.8}, 1.0),
+        "Iso-C, 1 / 0": (isotropic, ALONE, 1.0),
+        "Iso-C, 2.1 / 0": (isotropic, {"lr": 2.1, "momentum": 0.0}, 1.0),
+        "Iso-C, 1.8 / 0.8": (isotropic, {"lr": 1.8, "momentum": 0.8}, 1.0),
         "Iso-C, 2.1 / 0, twice the inner rate": (
-            {"merge": {"rule": rule}},
+            isotropic,
             {"lr": 2.1, "momentum": 0.0},
             2.0,
         ),

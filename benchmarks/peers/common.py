@@ -143,7 +143,8 @@ class Training:
         loss.backward()
         if self.task.slowdown > 1:
             time.sleep((self.task.slowdown - 1) * (time.thread_time() - begun))
-        time.sleep(max(0.0, start + self.task.pace_seconds - time.monotonic()))
+        if self.task.pace_seconds:
+            time.sleep(max(0.0, start + self.task.pace_seconds - time.monotonic()))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
