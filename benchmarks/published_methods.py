@@ -31,6 +31,40 @@ def isotropic(contributions: Tensor, weights: Tensor, shape: tuple[int, ...]) ->
     return (left @ right * values.mean()).flatten()
 
 
+KEPT = 0.2
+"""Least cosine to the momentum of a contribution that `heloco` does not change."""
+
+
+def heloco(contributions: Tensor, weights: Tensor, momentum: Tensor) -> Tensor:
+    """Return the weighted mean of contributions that are turned towards the outer momentum.
+
+    One with a cosine below 0 loses a part of what opposes the momentum. One with a cosine from 0 to
+    `KEPT` is turned and keeps its norm. Both are changed less if they are short compared with the
+    momentum. The other constants are 1: the paper's values were not available.
+
+    Source:
+        HeLoCo (arXiv 2606.00271).
+    """
+    length = float(momentum.norm())
+    if length == 0:
+        return weights @ contributions
+    direction = momentum / length
+    return weights @ torch.stack([_turned(each, direction, length) for each in contributions])
+
+
+def _turned(vector: Tensor, direction: Tensor, length: float) -> Tensor:
+    """Return a contribution [N], turned towards a momentum with this direction [N] and length."""
+    norm = float(vector.norm())
+    along = float(vector @ direction)
+    if norm == 0 or along >= KEPT * norm:
+        return vector
+    cosine, confidence = along / norm, norm / (norm + length)
+    if cosine < 0:
+        return vector + cosine * confidence * along * direction
+    mixed = torch.lerp(vector / norm, direction, (1 - cosine) * confidence)
+    return norm / mixed.norm() * mixed
+
+
 class GPA(torch.optim.Optimizer):
     """Generalized primal averaging: learners train at a mixture of an average and fast weights.
 

@@ -203,6 +203,7 @@ def _variants() -> dict[str, Cell]:
         "late": {"max_versions": 128},
     }
     delayed = {"optimizer": "delayed-nesterov", "options": {"every": 4}}
+    turned = {"merge": {"rule": "published_methods:heloco"}}
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "the default": ({}, {}),
         "delayed Nesterov, every = 4": ({}, delayed),
@@ -210,6 +211,10 @@ def _variants() -> dict[str, Cell]:
         "own rounds, delayed Nesterov": (alone, delayed),
         "own rounds, Nesterov, a quarter of the rate": (alone, {"lr": 0.175}),
         "own rounds, no momentum, rate 1/4": (alone, {"lr": 0.25, "momentum": 0.0}),
+        "mean": ({"merge": {"rule": "mean"}}, {}),
+        "HeLoCo": (turned, {}),
+        "own rounds, HeLoCo": ({**alone, **turned}, {}),
+        "own rounds, HeLoCo, a quarter of the rate": ({**alone, **turned}, {"lr": 0.175}),
     }
     cells: dict[str, Cell] = {}
     for speed, speeds in {"1, 1, 2, 4": UNEQUAL, "equal": EQUAL}.items():
@@ -330,6 +335,7 @@ def _own(name: str, lr: float, **options: float) -> dict[str, Any]:
 
 OWN = {
     "isotropic": "merge rule",
+    "heloco": "merge rule",
     "GPA": "outer optimizer",
     "ConstantLength": "outer optimizer",
     "short_at_the_end": "schedule",

@@ -42,10 +42,10 @@ class Half:
 def half():
     return Half()
 
-def trimmed_mean(contributions, weights):
+def trimmed_mean(contributions, weights, momentum):
     if len(contributions) < 3:
-        return weights @ contributions
-    return contributions.sort(0).values[1:-1].mean(0)
+        return weights @ contributions + 0.1 * momentum
+    return contributions.sort(0).values[1:-1].mean(0) + 0.1 * momentum
 
 class Lion(torch.optim.Optimizer):
     def __init__(self, params, lr):
@@ -53,7 +53,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for p in self.param_groups[0]["params"]:
-            m = self.state[p].setdefault("m", torch.zeros_like(p))
+            m = self.state[p].setdefault("momentum", torch.zeros_like(p))
             m.lerp_(p.grad, 0.5)
             p.sub_(m, alpha=self.param_groups[0]["lr"])
 

@@ -65,6 +65,23 @@ def test_an_isotropic_merge_has_equal_singular_values(monkeypatch: pytest.Monkey
     assert torch.allclose(torch.linalg.svdvals(merged), expected.expand(3), rtol=1e-4)
 
 
+def test_heloco_turns_contributions_towards_the_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    methods = load("published_methods")
+    momentum = torch.tensor([2.0, 0.0])
+    weights = torch.ones(1)
+
+    def turned(*values: float) -> list[float]:
+        merged: Tensor = methods.heloco(torch.tensor([values]), weights, momentum)
+        return merged.tolist()
+
+    assert turned(3.0, 4.0) == [3.0, 4.0]  # cosine 0.6
+    # Cosine 0, norm 2: half of the direction is the momentum's, and the norm stays 2.
+    assert turned(0.0, 2.0) == pytest.approx([2**0.5, 2**0.5])
+    # Cosine -1, norm 2: half of what opposes the momentum is left.
+    assert turned(-2.0, 0.0) == pytest.approx([-1.0, 0.0])
+
+
 TINY = {
     "layers": 4,
     "width": 8,

@@ -50,6 +50,15 @@ class OuterOptimizer(Protocol):
         """Load the output of `state_dict`."""
 
 
+def momentum_of(outer: OuterOptimizer) -> Tensor | None:
+    """Return b, fp32 [N], which must not be modified.
+
+    None before the first step, and if the state has no `"momentum"` or `"momentum_buffer"`.
+    """
+    state = outer.state_dict()
+    return state.get("momentum", state.get("momentum_buffer"))
+
+
 OuterFactory = Callable[[int], OuterOptimizer]
 """Creates the optimizer of one fragment of N elements."""
 

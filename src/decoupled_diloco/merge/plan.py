@@ -34,7 +34,7 @@ from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import Averaged, BuffersBehind, OuterOptimizer
 from decoupled_diloco.merge.packing import packed_sizes
 from decoupled_diloco.merge.published import encode_with_feedback
-from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
+from decoupled_diloco.merge.rules import FindMomentum, FragmentMerge, RuleAccumulator
 
 
 def token_weight(tokens: float, steps: float) -> float:
@@ -151,18 +151,24 @@ class MergePlan:
         """Return the weight of a contribution with these counters."""
         return token_weight(tokens, steps) if self.weighting == "tokens" else 1.0
 
-    def accumulator(self, fragment: int, buffer: Tensor | None = None) -> FragmentMerge:
+    def accumulator(
+        self,
+        fragment: int,
+        buffer: Tensor | None = None,
+        momentum: FindMomentum = lambda: None,
+    ) -> FragmentMerge:
         """Return an empty accumulator for one merge of a fragment.
 
         Args:
             buffer: Memory that the accumulator may use, fp32 [N].
+            momentum: Returns that of the fragment's parameters; own rules may use it.
 
         Raises:
             ConfigError: The run has a custom merge rule that this process has not loaded.
         """
         numel, cut = self.fragments[fragment].numel, self.segments(fragment)
         if self._merge_method == "own":
-            return RuleAccumulator(self.method, numel, cut, self.trim)
+            return RuleAccumulator(self.method, numel, cut, self.trim, momentum)
         return Accumulator(numel, cut, buffer=buffer)
 
     @property

@@ -5,7 +5,8 @@ as with the built-in rules. A function with two arguments is the rule itself. It
 contributions at once, so the shard keeps them until the merge: 4 bytes per element and learner. A
 function with one argument, or a class, creates an `OwnAccumulator`, which can keep less. Each can
 have one more parameter, `shape`: that of the piece's tensor, or (N,) if a tensor has several
-pieces.
+pieces. A rule that is called with all contributions can also have `momentum`, fp32 [N]: that of the
+outer optimizer in the direction of contributions, or zeros if it has none.
 
 A robust rule limits what one contribution can change, whatever it contains. The bound holds while
 the others have more than half of the weight, so a learner that claims many tokens must not gain
@@ -53,8 +54,11 @@ class OwnAccumulator(Protocol):
         """Return the merged contribution, fp32 [N]; called once, after at least one `add`."""
 
 
-MakeAccumulator = Callable[[int, tuple[int, ...]], OwnAccumulator]
-"""Creates a new accumulator, for one merge of a piece of N elements with a shape."""
+FindMomentum = Callable[[], Tensor | None]
+"""Returns the outer optimizer's momentum at the time of the merge, fp32 [N]: see `momentum_of`."""
+
+MakeAccumulator = Callable[[int, tuple[int, ...], FindMomentum], OwnAccumulator]
+"""Creates a new accumulator, for one merge of a piece of N elements with a shape and a momentum."""
 
 TRIALS = (((1,), 1), ((5,), 1), ((5,), 3), ((2, 3), 3))
 """Shapes and numbers of contributions that a new rule is tried with."""
@@ -167,7 +171,7 @@ def register_rule(name: str, function: Callable[..., Any]) -> None:
         numel = math.prod(shape)
         vectors = torch.linspace(-1, 1, count * numel, device="cpu", dtype=torch.float32)
         try:
-            accumulator = make(numel, shape)
+            accumulator = make(numel, shape, lambda: None)
             for vector in vectors.view(count, numel):
                 accumulator.add(vector, 2.0)
             _checked(name, accumulator.result(), numel)
@@ -187,7 +191,7 @@ def rule_named(name: str, trim: float = 0.0) -> MakeAccumulator:
         ConfigError: This process has not loaded the rule.
     """
     if name in ROBUST:
-        return lambda numel, shape: _Gathering(ROBUST[name](trim))
+        return lambda numel, shape, momentum: _Gathering(ROBUST[name](trim))
     if name not in _rules:
         raise ConfigError(
             f"merge rule {name!r} is not loaded in this process: load the run's file with "
@@ -204,17 +208,29 @@ class RuleAccumulator:
         numel: The number of elements of the fragment.
         segments: The segments of its pieces, followed by those of its buffers.
         trim: See `sync.merge.trim`.
+        momentum: Returns that of the fragment's parameters.
     """
 
     def __init__(
-        self, name: str, numel: int, segments: Sequence[Segment], trim: float = 0.0
+        self,
+        name: str,
+        numel: int,
+        segments: Sequence[Segment],
+        trim: float = 0.0,
+        momentum: FindMomentum = lambda: None,
     ) -> None:
         make = rule_named(name, trim)
         self._name = name
         self._segments = tuple(segments)
-        self._pieces = [
-            (s, make(s.numel, s.shape or (s.numel,))) for s in segments if s.merge == "own"
-        ]
+
+        def accumulator(s: Segment) -> OwnAccumulator:
+            def own() -> Tensor | None:
+                whole = momentum()
+                return None if whole is None else whole[s.start : s.stop]
+
+            return make(s.numel, s.shape or (s.numel,), own)
+
+        self._pieces = [(s, accumulator(s)) for s in segments if s.merge == "own"]
         first = self._pieces[-1][0].stop if self._pieces else 0
         self._buffers_start = first
         buffers = [Segment(s.start - first, s.stop - first, s.merge) for s in segments]
@@ -283,26 +299,42 @@ class _Gathering:
         return self._rule(vectors, torch.tensor(weights, dtype=torch.float32, device="cpu"))
 
 
+GIVEN = ("shape", "momentum")
+"""Parameters that a merge rule may have in addition."""
+
+
 def _maker(name: str, function: Callable[..., Any]) -> MakeAccumulator:
     parameters = inspect.signature(function).parameters
     needed = [
         p
         for p in parameters.values()
-        if p.default is p.empty and p.kind not in (2, 3, 4) and p.name != "shape"
+        if p.default is p.empty and p.kind not in (2, 3, 4) and p.name not in GIVEN
     ]
+    gathers = len(needed) == 2 and not inspect.isclass(function)
+    if not gathers and (len(needed) != 1 or "momentum" in parameters):
+        raise ConfigError(
+            f"merge rule '{name}' requires {len(needed)} arguments: write a function with two "
+            "(contributions, weights), or a class or a function with one (numel) that creates an "
+            "object with add and result; each can also have a parameter named shape, and a "
+            "function with two one named momentum"
+        )
 
-    def shaped(shape: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(function, shape=shape) if "shape" in parameters else function
+    def make(numel: int, shape: tuple[int, ...], momentum: FindMomentum) -> OwnAccumulator:
+        bound = partial(function, shape=shape) if "shape" in parameters else function
+        if not gathers:
+            return cast("OwnAccumulator", bound(numel))
+        if "momentum" not in parameters:
+            return _Gathering(bound)
 
-    if len(needed) == 2 and not inspect.isclass(function):
-        return lambda numel, shape: _Gathering(shaped(shape))
-    if len(needed) == 1:
-        return lambda numel, shape: cast("OwnAccumulator", shaped(shape)(numel))
-    raise ConfigError(
-        f"merge rule '{name}' requires {len(needed)} arguments: write a function with two "
-        "(contributions, weights), or a class or a function with one (numel) that creates an "
-        "object with add and result; each can also have a parameter named shape"
-    )
+        def rule(contributions: Tensor, weights: Tensor) -> Tensor:
+            # Read at the merge: before, a replay may not have reached the same version yet.
+            found = momentum()
+            own = torch.zeros_like(contributions[0]) if found is None else -found
+            return cast("Tensor", bound(contributions, weights, momentum=own))
+
+        return _Gathering(rule)
+
+    return make
 
 
 def _checked(name: str, merged: object, numel: int) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -209,8 +210,13 @@ class Contributions:
             )
             self._used.setdefault(fragment, []).append(memory)
             buffer = memory[: self.plan.fragments[fragment].numel]
-            found[party] = self.plan.accumulator(fragment, buffer)
+            momentum = partial(self._momentum, fragment)
+            found[party] = self.plan.accumulator(fragment, buffer, momentum)
         return found[party]
+
+    def _momentum(self, fragment: int) -> Tensor | None:
+        """Return the outer momentum of a fragment's parameters, fp32; a relay has none."""
+        return None
 
     def _folded(self, fragment: int, factors: Iterable[tuple[str, float]] = ()) -> FragmentMerge:
         """Return one accumulator with all that was folded; the others must not be used again.

@@ -39,7 +39,7 @@ from decoupled_diloco.merge import (
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.fixed_point import first_bounds, next_bounds, opened
 from decoupled_diloco.merge.fragments import buffer_sizes
-from decoupled_diloco.merge.outer import AVERAGE
+from decoupled_diloco.merge.outer import AVERAGE, momentum_of
 from decoupled_diloco.merge.packing import BufferHistory, packed
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.rules import FragmentMerge
@@ -243,6 +243,10 @@ class ShardTensors(Contributions):
         if self.mechanism is None or self.mechanism.adaptive is None:
             return self.mechanism
         return self.mechanism.at(self.fragments[fragment].clip)
+
+    def _momentum(self, fragment: int) -> Tensor | None:
+        """See `Contributions`."""
+        return momentum_of(self.fragments[fragment].outer)
 
     def adapted_clip(self, fragment: int) -> float | None:
         """Return the clip in force, as the norm of a whole period; ``None``: it does not change."""

@@ -1,6 +1,7 @@
 """A fragment merged by a user's rule: the rule's inputs, and the handling of its errors."""
 
 import itertools
+from functools import partial
 from uuid import uuid4
 
 import pytest
@@ -10,6 +11,7 @@ from decoupled_diloco.config.sync import ROBUST_RULES
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.merge import Contribution, Segment, layout_of
 from decoupled_diloco.merge.fragments import partition, segments
+from decoupled_diloco.merge.outer import make_outer, momentum_of
 from decoupled_diloco.merge.rules import (
     ROBUST,
     RuleAccumulator,
@@ -125,6 +127,15 @@ def test_a_rule_can_use_the_shape_of_a_tensor(rule):
     assert merged.result().tolist() == pytest.approx(expected)
 
 
+def test_a_class_cannot_use_the_momentum():
+    class Rule:
+        def __init__(self, numel, momentum):
+            pass
+
+    with pytest.raises(ConfigError, match="a function with two one named momentum"):
+        registered(Rule)
+
+
 def test_a_part_of_a_tensor_has_the_shape_of_a_vector():
     layout = layout_of(torch.nn.Embedding(8, 2))
     shapes = []
@@ -141,6 +152,27 @@ def test_a_part_of_a_tensor_has_the_shape_of_a_vector():
         merged.add_contribution(contribution([1] * 8, parts), 1.0)
         merged.result()
     assert shapes == [(8,), (8,)]
+
+
+def following(contributions, weights, momentum):
+    return weights @ contributions + 10 * momentum
+
+
+@pytest.mark.parametrize("optimizer", ["nesterov", "SGD"])
+def test_a_rule_can_use_the_momentum_of_the_outer_optimizer(optimizer):
+    outer = make_outer(optimizer, 1.0, 0.5)(7)
+
+    def merged():
+        momentum = partial(momentum_of, outer)
+        each = RuleAccumulator(registered(following), 7, PIECES, momentum=momentum)
+        each.add_contribution(contribution([1] * 7), 1.0)
+        return each.result().tolist()
+
+    assert merged() == [1] * 7  # no momentum before the first step
+    outer.step(torch.zeros(7), -torch.arange(7.0))
+    # An outer gradient is a negated contribution; the two buffers have no momentum.
+    assert merged() == [1 + 10 * i for i in range(5)] + [1, 1]
+    assert momentum_of(make_outer("Adam", 1.0)(7)) is None
 
 
 def test_missing_parts_and_invalid_weights_are_rejected():

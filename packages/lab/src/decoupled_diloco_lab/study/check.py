@@ -27,7 +27,7 @@ from decoupled_diloco.merge.blocks import is_finite
 from decoupled_diloco.merge.codec import Codec, codec, has_codec
 from decoupled_diloco.merge.fragments import Segment, SegmentMerge
 from decoupled_diloco.merge.outer import OuterFactory, make_outer
-from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
+from decoupled_diloco.merge.rules import GIVEN, FragmentMerge, RuleAccumulator
 from decoupled_diloco.protocol.adapt import Schedule, period_at
 from decoupled_diloco.protocol.machine_options import Candidate
 from decoupled_diloco.protocol.machine_options import Rule as Participation
@@ -124,7 +124,7 @@ def _kind_of(method: Any) -> Kind:
     if callable(method):
         named = inspect.signature(method).parameters
         needed = [
-            p for p in named.values() if p.default is p.empty and p.kind < 2 and p.name != "shape"
+            p for p in named.values() if p.default is p.empty and p.kind < 2 and p.name not in GIVEN
         ]
         if "lr" in named or inspect.isclass(method):
             return "outer"
