@@ -93,11 +93,7 @@ def require_codecs(settings: Mapping[str, Any]) -> None:
         MissingCodecError: One is neither registered here nor provided by an installed package.
     """
     provide_codecs(settings)
-    for name in (name for name in _methods_in(settings)["codec"] if name not in BITS):
-        from decoupled_diloco.merge.codec import has_codec  # imports torch
-
-        if has_codec(name):
-            continue
+    for name in (name for name in _methods_in(settings)["codec"] if not _has_codec(name)):
         way = "import the module that registers it, or install the syncer's version of this package"
         if is_own(name):
             way = f"call decoupled_diloco.allow_codec({name!r}) if you trust that module"
@@ -290,7 +286,8 @@ def _function(subject: str, name: str) -> Callable[..., Any]:
 
 def _load_provided(names: Iterable[str]) -> None:
     """Register the codecs of these names that installed packages provide."""
-    wanted = {name for name in names if name not in BITS}
+    # To search all installed packages takes 10 ms, and each process does it for each admission.
+    wanted = {name for name in names if not _has_codec(name)}
     for entry in entry_points(group=GROUP) if wanted else ():
         for name in wanted & {entry.name, entry.value}:
             try:
@@ -302,6 +299,14 @@ def _load_provided(names: Iterable[str]) -> None:
                 ) from error
             _imported.add(entry.module)
             _register_codec(name, function)
+
+
+def _has_codec(name: str) -> bool:
+    if name in BITS:
+        return True
+    from decoupled_diloco.merge.codec import has_codec  # imports torch
+
+    return has_codec(name)
 
 
 def _register_codec(name: str, function: Callable[..., Any]) -> None:
