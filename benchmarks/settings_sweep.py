@@ -24,6 +24,7 @@ from speeds import EQUAL, UNEQUAL
 from virtual import RATES, SEQUENCES, SIZE, Cell, Row, gap_percent, interval, mean_of, measured
 
 from decoupled_diloco.config.plugins import register_method
+from decoupled_diloco_lab.study.statistics import tost
 
 
 def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
@@ -329,6 +330,15 @@ def _paper() -> dict[str, Cell]:
     return cells
 
 
+def _int4() -> dict[str, Cell]:
+    cell = Cell(against="bf16")
+    return {"bf16": replace(cell, against=""), "int4": replace(cell, sync=_wire("int4"))}
+
+
+MARGIN = 0.005
+"""Largest relative difference of losses that counts as equivalent: fixed before the runs."""
+
+
 def _own(name: str, lr: float, **options: float) -> dict[str, Any]:
     return {"optimizer": f"published_methods:{name}", "lr": lr, "options": options}
 
@@ -393,6 +403,7 @@ MEASURES = {"average_loss", "accuracy", "brackets", "copying", "character_error_
 
 GROUPS = {
     "gap": _gap,
+    "int4": _int4,
     "methods": _methods,
     "paper": _paper,
     "variants": _variants,
@@ -449,6 +460,9 @@ def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
             found["points"] = interval(differences)
         if not shares:
             found["gap_percent"] = gap_percent(*map(list, zip(*pairs, strict=True)))
+        if name == "int4":
+            one, other = ([row["loss"] for row in each] for each in zip(*pairs, strict=True))
+            found["equivalence"] = str(tost((name, one), (cell.against, other), MARGIN))
     return found
 
 
