@@ -230,6 +230,9 @@ def _variants() -> dict[str, Cell]:
 FREQUENT = {**_wire("int4", period=8), **CARRY}
 """As in the recipe `low-loss`."""
 
+FIRST = ["exp_avg|momentum_buffer"]
+"""First moments: a second one needs bf16."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "carry": {"sync": CARRY},
@@ -261,6 +264,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "outer": ALONE,
     },
     "moments, H = 8, carry, 1 / 0, int4": {"sync": {**FREQUENT, "moments": {}}, "outer": ALONE},
+    **{
+        f"moments {how}, H = 8, carry, 1 / 0, int4": {
+            "sync": {**FREQUENT, "moments": moments},
+            "outer": ALONE,
+        }
+        for how, moments in {
+            "every 2": {"every": 2},
+            "every 4": {"every": 4},
+            "in int8": {"codec": "int8", "names": FIRST},
+            "in int4": {"codec": "int4", "names": FIRST},
+        }.items()
+    },
 }
 """Changes of a cell; `rate` is relative to the tuned inner rate."""
 
