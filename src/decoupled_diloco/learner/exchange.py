@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
@@ -171,26 +172,45 @@ class LearnerTensors:
 
     def apply(self, fragment: int, mode: Mode) -> None:
         """Apply the staged published copy, or the current one, to the parameters (rule 7)."""
-        part, new = self.plan.fragments[fragment], self.staged[fragment]
+        part, new, old = (
+            self.plan.fragments[fragment],
+            self.staged[fragment],
+            self.published[fragment],
+        )
         if new is None:
-            new = self.published[fragment]
+            new = old
         assert new is not None, f"nothing is staged or held of fragment {fragment}"
+        values = self._without_unchanged_moments(fragment, new)
         match mode:
             case "overwrite":
-                self.store.overwrite(part, new)
+                self.store.overwrite(part, values)
             case "blend":
-                self.store.combine(part, new, None, self.blend_alpha)
+                self.store.combine(part, values, None, self.blend_alpha)
             case "carry":
                 sent = self._sent[fragment]
                 assert sent is not None, f"nothing of fragment {fragment} was sent"
-                self.store.combine(part, new, sent, 1.0)
+                self.store.combine(part, values, sent, 1.0)
             case "rebase":
-                old = self.published[fragment]
                 assert old is not None
-                self.store.combine(part, new, Rounded(part, self.plan.layout, old), 1.0)
+                self.store.combine(part, values, Rounded(part, self.plan.layout, old), 1.0)
         # break: applied-copy-not-published
         self.published[fragment], self.staged[fragment] = new, None
         self.snapshots[fragment] = self._sent[fragment] = None
+
+    def _without_unchanged_moments(self, fragment: int, new: Values) -> Values:
+        """Return a published copy, without its moments if no merge has changed them since the last.
+
+        The optimizer has continued from those. To write them again would set it back.
+        """
+        old = self.published[fragment]
+        if self.plan.moments is None or old is None:
+            return new
+        start = self.plan.moments_start(fragment)
+        if not _same_bits(old[start:], new[start:]):
+            return new
+        values = new.clone()
+        values[start:] = math.nan
+        return values
 
     def capture(self, fragment: int, ask: Asking, *, moments: bool = True) -> Capture:
         """Return the answer to a request: the newest snapshot, its published copy, the residual.
@@ -303,6 +323,11 @@ class LearnerTensors:
         the machine's state and the staged values could differ.
         """
         self.staged[fragment] = values
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, fp32, have the same bits; NaN can be equal."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def verified(values: Tensor, fragment: int, announced: str) -> Tensor:

@@ -106,6 +106,22 @@ def test_each_apply_sets_the_moments(mode: str) -> None:
     assert (side.moments() != 0.5).all(), "the optimizer continues from them"
 
 
+@pytest.mark.parametrize("mode", ["overwrite", "rebase", "carry", "blend"])
+def test_moments_that_no_merge_has_changed_are_not_set_back(mode: str) -> None:
+    """With every=n, all other versions repeat the moments of an earlier one."""
+    side = Side()
+    train(side.model, side.optimizer)
+    side.receive(0.25)
+    train(side.model, side.optimizer)
+    side.tensors.snapshot(0)
+    side.tensors.capture(0, Asking(1, 1))
+    before = side.moments()
+    side.receive(0.25, mode)
+    assert torch.equal(side.moments(), before)
+    side.receive(0.5)
+    assert (side.moments() == 0.5).all()
+
+
 def test_an_unknown_moment_is_not_written() -> None:
     side = Side()
     train(side.model, side.optimizer, 2)
