@@ -259,6 +259,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "outer": ALONE,
     },
     "moments": {"sync": {"moments": {}}},
+    "moments in fp32": {"sync": {"moments": {"codec": "fp32"}}},
     "moments, H = 8, carry, 1 / 0": {
         "sync": {**CARRY, "sync_every": 8, "moments": {}},
         "outer": ALONE,
@@ -272,6 +273,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for how, moments in {
             "every 2": {"every": 2},
             "every 4": {"every": 4},
+            "in fp32": {"codec": "fp32"},
             "in int8": {"codec": "int8", "names": FIRST},
             "in int4": {"codec": "int4", "names": FIRST},
         }.items()
