@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
@@ -42,6 +41,7 @@ from decoupled_diloco.learner.parameter_store import (
     Values,
 )
 from decoupled_diloco.merge import Body, body_digest, contribution, receive, values_digest
+from decoupled_diloco.merge.blocks import same_bits
 from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.privacy.dp import Mechanism
@@ -172,13 +172,8 @@ class LearnerTensors:
 
     def apply(self, fragment: int, mode: Mode) -> None:
         """Apply the staged published copy, or the current one, to the parameters (rule 7)."""
-        part, new, old = (
-            self.plan.fragments[fragment],
-            self.staged[fragment],
-            self.published[fragment],
-        )
-        if new is None:
-            new = old
+        part, old = self.plan.fragments[fragment], self.published[fragment]
+        new = old if self.staged[fragment] is None else self.staged[fragment]
         assert new is not None, f"nothing is staged or held of fragment {fragment}"
         values = self._without_unchanged_moments(fragment, new)
         match mode:
@@ -206,7 +201,7 @@ class LearnerTensors:
         if self.plan.moments is None or old is None:
             return new
         start = self.plan.moments_start(fragment)
-        if not _same_bits(old[start:], new[start:]):
+        if not same_bits(old[start:], new[start:]):
             return new
         values = new.clone()
         values[start:] = math.nan
@@ -323,11 +318,6 @@ class LearnerTensors:
         the machine's state and the staged values could differ.
         """
         self.staged[fragment] = values
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, fp32, have the same bits; NaN can be equal."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def verified(values: Tensor, fragment: int, announced: str) -> Tensor:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.merge.blocks import blocks_of, is_finite, norm_of, squares_of
+from decoupled_diloco.merge.blocks import blocks_of, is_finite, norm_of, same_bits, squares_of
 from decoupled_diloco.merge.fragments import Segment, SegmentMerge
 
 EPSILON = 1e-3
@@ -362,7 +362,7 @@ class Accumulator:
         segment = self.segments[index]
         sums, single = self._sums[segment.start : segment.stop], self._single_of(segment)
         kinds = _kinds_of(values)
-        if first or _same_bits(values, single):
+        if first or same_bits(values, single):
             kinds |= _ALIKE
         self._kinds[index] &= kinds
         if first:
@@ -399,7 +399,7 @@ class Accumulator:
         segment = self.segments[index]
         single, theirs = self._single_of(segment), other._single_of(segment)
         self._kinds[index] &= other._kinds[index]
-        if not _same_bits(single, theirs):
+        if not same_bits(single, theirs):
             self._kinds[index] &= ~_ALIKE
         sums = self._sums[segment.start : segment.stop]
         sums.add_(other._sums[segment.start : segment.stop])
@@ -596,10 +596,6 @@ def _kinds_of(values: Tensor) -> int:
     if values.numel() > 1 and abs(norm_of(values) - 1) < _UNIT_TOLERANCE:
         kinds |= _UNIT
     return kinds
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 def _add_scaled(sums: Tensor, values: Tensor, factor: float) -> None:

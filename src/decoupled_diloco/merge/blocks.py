@@ -21,6 +21,11 @@ def blocks_of(vector: Tensor) -> Iterator[Tensor]:
         yield vector[start : start + BLOCK]
 
 
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether two vectors, fp32, have the same bits; a NaN can equal a NaN."""
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
 def is_finite(vector: Tensor) -> bool:
     """Return whether no element is NaN or infinite; usually reads the vector only once."""
     flat = vector.detach().reshape(-1)

@@ -57,8 +57,8 @@ class OwnAccumulator(Protocol):
 FindMomentum = Callable[[], Tensor | None]
 """Returns the outer optimizer's momentum at the time of the merge, fp32 [N]: see `momentum_of`."""
 
-MakeAccumulator = Callable[[int, tuple[int, ...], FindMomentum], OwnAccumulator]
-"""Creates a new accumulator, for one merge of a piece of N elements with a shape and a momentum."""
+MakeAccumulator = Callable[[int, tuple[int, ...]], OwnAccumulator]
+"""Creates a new accumulator, for one merge of a piece of N elements with a shape."""
 
 TRIALS = (((1,), 1), ((5,), 1), ((5,), 3), ((2, 3), 3))
 """Shapes and numbers of contributions that a new rule is tried with."""
@@ -171,7 +171,7 @@ def register_rule(name: str, function: Callable[..., Any]) -> None:
         numel = math.prod(shape)
         vectors = torch.linspace(-1, 1, count * numel, device="cpu", dtype=torch.float32)
         try:
-            accumulator = make(numel, shape, lambda: None)
+            accumulator = make(numel, shape)
             for vector in vectors.view(count, numel):
                 accumulator.add(vector, 2.0)
             _checked(name, accumulator.result(), numel)
@@ -191,7 +191,7 @@ def rule_named(name: str, trim: float = 0.0) -> MakeAccumulator:
         ConfigError: This process has not loaded the rule.
     """
     if name in ROBUST:
-        return lambda numel, shape, momentum: _Gathering(ROBUST[name](trim))
+        return lambda numel, shape: _Gathering(ROBUST[name](trim))
     if name not in _rules:
         raise ConfigError(
             f"merge rule {name!r} is not loaded in this process: load the run's file with "
@@ -222,15 +222,10 @@ class RuleAccumulator:
         make = rule_named(name, trim)
         self._name = name
         self._segments = tuple(segments)
-
-        def accumulator(s: Segment) -> OwnAccumulator:
-            def own() -> Tensor | None:
-                whole = momentum()
-                return None if whole is None else whole[s.start : s.stop]
-
-            return make(s.numel, s.shape or (s.numel,), own)
-
-        self._pieces = [(s, accumulator(s)) for s in segments if s.merge == "own"]
+        self._momentum = momentum
+        self._pieces = [
+            (s, make(s.numel, s.shape or (s.numel,))) for s in segments if s.merge == "own"
+        ]
         first = self._pieces[-1][0].stop if self._pieces else 0
         self._buffers_start = first
         buffers = [Segment(s.start - first, s.stop - first, s.merge) for s in segments]
@@ -266,7 +261,11 @@ class RuleAccumulator:
                 not finite.
         """
         parts = []
+        # Read now: when a contribution arrives, a replay may not have reached this version yet.
+        momentum = self._momentum()
         for segment, accumulator in self._pieces:
+            if momentum is not None and isinstance(accumulator, _Gathering):
+                accumulator.momentum = momentum[segment.start : segment.stop]
             try:
                 merged = accumulator.result()
             except Exception as error:
@@ -278,12 +277,22 @@ class RuleAccumulator:
 
 
 class _Gathering:
-    """Keeps all contributions and passes them to a rule at once."""
+    """Keeps all contributions and passes them to a rule at once.
 
-    def __init__(self, rule: Rule) -> None:
+    Args:
+        rule: The rule.
+        follows: Whether the rule has the parameter `momentum`.
+
+    Attributes:
+        momentum: b of the piece, fp32 [N]; None: zeros.
+    """
+
+    def __init__(self, rule: Callable[..., Tensor], follows: bool = False) -> None:
         self._rule = rule
+        self._follows = follows
         self._vectors: list[Tensor] = []
         self._weights: list[float] = []
+        self.momentum: Tensor | None = None
 
     def add(self, vector: Tensor, weight: float) -> None:
         self._vectors.append(vector)
@@ -294,9 +303,14 @@ class _Gathering:
             raise MergeError("nothing to merge: no contribution counts")
         # Normalize in fp64: large weights would overflow or lose precision in fp32.
         total = math.fsum(self._weights)
-        weights = [weight / total for weight in self._weights]
+        shares = [weight / total for weight in self._weights]
+        weights = torch.tensor(shares, dtype=torch.float32, device="cpu")
         vectors = torch.stack(self._vectors)
-        return self._rule(vectors, torch.tensor(weights, dtype=torch.float32, device="cpu"))
+        if not self._follows:
+            return self._rule(vectors, weights)
+        # An outer gradient, and so b, points against the contributions.
+        momentum = torch.zeros_like(vectors[0]) if self.momentum is None else -self.momentum
+        return self._rule(vectors, weights, momentum=momentum)
 
 
 GIVEN = ("shape", "momentum")
@@ -310,31 +324,21 @@ def _maker(name: str, function: Callable[..., Any]) -> MakeAccumulator:
         for p in parameters.values()
         if p.default is p.empty and p.kind not in (2, 3, 4) and p.name not in GIVEN
     ]
-    gathers = len(needed) == 2 and not inspect.isclass(function)
-    if not gathers and (len(needed) != 1 or "momentum" in parameters):
-        raise ConfigError(
-            f"merge rule '{name}' requires {len(needed)} arguments: write a function with two "
-            "(contributions, weights), or a class or a function with one (numel) that creates an "
-            "object with add and result; each can also have a parameter named shape, and a "
-            "function with two one named momentum"
-        )
+    follows = "momentum" in parameters
 
-    def make(numel: int, shape: tuple[int, ...], momentum: FindMomentum) -> OwnAccumulator:
-        bound = partial(function, shape=shape) if "shape" in parameters else function
-        if not gathers:
-            return cast("OwnAccumulator", bound(numel))
-        if "momentum" not in parameters:
-            return _Gathering(bound)
+    def shaped(shape: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(function, shape=shape) if "shape" in parameters else function
 
-        def rule(contributions: Tensor, weights: Tensor) -> Tensor:
-            # Read at the merge: before, a replay may not have reached the same version yet.
-            found = momentum()
-            own = torch.zeros_like(contributions[0]) if found is None else -found
-            return cast("Tensor", bound(contributions, weights, momentum=own))
-
-        return _Gathering(rule)
-
-    return make
+    if len(needed) == 2 and not inspect.isclass(function):
+        return lambda numel, shape: _Gathering(shaped(shape), follows)
+    if len(needed) == 1 and not follows:
+        return lambda numel, shape: cast("OwnAccumulator", shaped(shape)(numel))
+    raise ConfigError(
+        f"merge rule '{name}' requires {len(needed)} arguments: write a function with two "
+        "(contributions, weights), or a class or a function with one (numel) that creates an "
+        "object with add and result; each can also have a parameter named shape, and a "
+        "function with two one named momentum"
+    )
 
 
 def _checked(name: str, merged: object, numel: int) -> Tensor:
