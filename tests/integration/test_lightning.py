@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ class Two(Module):
         return loss
 
 
+class Slow(Module):
+    """On a busy machine, too, it takes few steps until it hears that the budget is spent."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        time.sleep(0.02)
+        return super().training_step(batch, index)
+
+
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[System]:
     run = {"learners": 1, "max_steps": 24}
@@ -54,7 +63,7 @@ def system(tmp_path: Path) -> Iterator[System]:
 def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path: Path) -> None:
     callback = DiLoCoCallback(system.addresses, name="one")
     trainer = trainer_of(tmp_path, callback)
-    trainer.fit(Module(), loader())
+    trainer.fit(Slow(), loader())
     learner = callback.learner
     assert learner is not None
     assert learner.ended
