@@ -143,7 +143,71 @@ def long_at_the_end(step: int, steps: int | None) -> int:
     return max(h for h in (8, 24, 48) if h == 8 or h <= 12 / rate**2)
 
 
-class Statistical2Bit:
+class _Grouped:
+    """A codec of groups of `GROUP` elements: each has values in bf16, and then its bits.
+
+    A partial last group has fewer bits. Subclasses set the number of values, and of bits per
+    element.
+    """
+
+    group = GROUP
+    values: int
+    bits: int
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of N elements."""
+        whole, rest = divmod(numel, GROUP)
+        return whole * self._record(GROUP) + (self._record(rest) if rest else 0)
+
+    def encode(self, vector: Tensor) -> Tensor:
+        """Encode fp32 [N] as uint8 [nbytes(N)]."""
+        whole = len(vector) // GROUP * GROUP
+        rows = [vector[:whole].view(-1, GROUP), vector[None, whole:]]
+        return torch.cat([self._encoded(each).flatten() for each in rows])
+
+    def decode(self, body: Tensor, numel: int) -> Tensor:
+        """Return the vector, fp32 [N], of its encoded form."""
+        whole, rest = divmod(numel, GROUP)
+        size = self._record(GROUP)
+        rows = [(body[: whole * size].view(-1, size), GROUP), (body[None, whole * size :], rest)]
+        return torch.cat([self._decoded(*each).flatten() for each in rows])
+
+    def _record(self, numel: int) -> int:
+        return 2 * self.values + -(-numel * self.bits // 8)
+
+    def _encoded(self, rows: Tensor) -> Tensor:
+        """Encode groups, fp32 [G, N] with N up to `GROUP`, as uint8 [G, record]."""
+        if not rows.numel():
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        values, codes = self.coded(rows)
+        codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -rows.shape[1] % 8))
+        packed = (codes.view(len(rows), -1, 8 // self.bits) << self._shifts).sum(2)
+        size = self._record(rows.shape[1]) - 2 * self.values
+        return torch.cat([values.view(torch.uint8), packed.to(torch.uint8)[:, :size]], dim=1)
+
+    def _decoded(self, rows: Tensor, numel: int) -> Tensor:
+        """Return the groups, fp32 [G, N], of their encoded form."""
+        if not rows.numel():
+            return torch.empty(0, device="cpu")
+        start = 2 * self.values
+        values = rows[:, :start].flatten().clone().view(torch.bfloat16).view(-1, self.values)
+        codes = rows[:, start:, None] >> self._shifts & 2**self.bits - 1
+        return self.levels(values.float()).gather(1, codes.flatten(1)[:, :numel].long())
+
+    @property
+    def _shifts(self) -> Tensor:
+        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device="cpu")
+
+    def coded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values, bf16 [G, values], and the codes [G, N] of groups, fp32 [G, N]."""
+        raise NotImplementedError
+
+    def levels(self, values: Tensor) -> Tensor:
+        """Return what the codes of each group decode to, [G, 2 ** bits]."""
+        raise NotImplementedError
+
+
+class Statistical2Bit(_Grouped):
     """Two bits: each value becomes the mean of the values of its bin.
 
     The bins of a group are divided at its mean, and at one standard deviation on either side of it.
@@ -153,48 +217,34 @@ class Statistical2Bit:
         The statistical quantization of MuLoCo (arXiv 2505.23725), whose bins divide 6 σ.
     """
 
-    group = GROUP
+    values, bits = 4, 2
 
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of N elements."""
-        whole, rest = divmod(numel, GROUP)
-        return whole * (8 + GROUP // 4) + (8 + -(-rest // 4) if rest else 0)
+    def coded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the means and numbers of the bins."""
+        mean, spread = rows.mean(dim=1, keepdim=True), rows.std(dim=1, keepdim=True, correction=0)
+        bins = (rows >= mean - spread).long() + (rows >= mean) + (rows >= mean + spread)
+        sums = rows.new_zeros(len(rows), 4).scatter_add_(1, bins, rows)
+        counts = rows.new_zeros(len(rows), 4).scatter_add_(1, bins, torch.ones_like(rows))
+        return (sums / counts.clamp(min=1)).to(torch.bfloat16), bins
 
-    def encode(self, vector: Tensor) -> Tensor:
-        """Encode fp32 [N] as uint8 [nbytes(N)]."""
-        whole = len(vector) // GROUP * GROUP
-        rows = [vector[:whole].view(-1, GROUP), vector[None, whole:]]
-        return torch.cat([_encoded(each).flatten() for each in rows])
-
-    def decode(self, body: Tensor, numel: int) -> Tensor:
-        """Return the vector, fp32 [N], of its encoded form."""
-        whole, rest = divmod(numel, GROUP)
-        size = 8 + GROUP // 4
-        groups = _decoded(body[: whole * size].view(-1, size), GROUP)
-        return torch.cat([groups.flatten(), _decoded(body[None, whole * size :], rest).flatten()])
+    def levels(self, values: Tensor) -> Tensor:
+        """Return the means."""
+        return values
 
 
-SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device="cpu")
+class ScaledSign(_Grouped):
+    """One bit: the sign, times the mean of the absolute values of the group.
 
+    Source:
+        EF-SignSGD (arXiv 1901.09847), with a scale per group.
+    """
 
-def _encoded(rows: Tensor) -> Tensor:
-    """Encode groups, fp32 [G, N] with N up to `GROUP`, as uint8 [G, 8 + N / 4]."""
-    if not rows.numel():
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    mean, spread = rows.mean(dim=1, keepdim=True), rows.std(dim=1, keepdim=True, correction=0)
-    bins = (rows >= mean - spread).long() + (rows >= mean) + (rows >= mean + spread)
-    sums = rows.new_zeros(len(rows), 4).scatter_add_(1, bins, rows)
-    counts = rows.new_zeros(len(rows), 4).scatter_add_(1, bins, torch.ones_like(rows))
-    values = (sums / counts.clamp(min=1)).to(torch.bfloat16)
-    padded = torch.nn.functional.pad(bins.to(torch.uint8), (0, -rows.shape[1] % 4))
-    bits = (padded.view(len(rows), -1, 4) << SHIFTS).sum(dim=2).to(torch.uint8)
-    return torch.cat([values.view(torch.uint8), bits], dim=1)
+    values, bits = 1, 1
 
+    def coded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales and signs."""
+        return rows.abs().mean(dim=1, keepdim=True).to(torch.bfloat16), rows >= 0
 
-def _decoded(rows: Tensor, numel: int) -> Tensor:
-    """Return the groups, fp32 [G, N], of their encoded form."""
-    if not rows.numel():
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-    values = rows[:, :8].flatten().clone().view(torch.bfloat16).view(-1, 4).float()
-    bins = ((rows[:, 8:, None] >> SHIFTS) & 3).flatten(1)[:, :numel]
-    return values.gather(1, bins.long())
+    def levels(self, values: Tensor) -> Tensor:
+        """Return the scale, negative and positive."""
+        return torch.cat([-values, values], dim=1)

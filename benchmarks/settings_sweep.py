@@ -245,6 +245,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "outer": ALONE,
     },
     "int2, H = 36": {"sync": _wire("int2", period=36)},
+    "int2, H = 36, carry": {"sync": {**_wire("int2", period=36), **CARRY}},
+    **{
+        f"int2, H = 36, outer {rate:g} / 0.5": {
+            "sync": _wire("int2", period=36),
+            "outer": {"lr": rate, "momentum": 0.5},
+        }
+        for rate in (0.5, 0.9)
+    },
+    **{
+        f"rate {rate:g}, int2, H = 36": {"rate": rate, "sync": _wire("int2", period=36)}
+        for rate in (0.8, 1.25)
+    },
+    "int2, H = 24": {"sync": _wire("int2")},
+    **{
+        f"one bit, H = {period}": {"sync": _wire("published_methods:ScaledSign", period=period)}
+        for period in (18, 24)
+    },
+    "one bit up, int2 down, H = 24": {"sync": _wire("published_methods:ScaledSign", "int2")},
     "int2, H = 48, and 24 in the last fifth": {
         "sync": {**_wire("int2", period=48), "schedule": "published_methods:half_at_the_end"}
     },
@@ -284,7 +302,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def _gap() -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
-    for inner, learners, steps in product(RATES, (1, 4, 8, 16), (600, 1800)):
+    for inner, learners, steps in product(RATES, (1, 4, 8, 16), (600, 1800, 3600)):
         start = f"{inner}, M = {learners}, {steps} steps: "
         dp = f"{start}data-parallel"
         cell = Cell(dp, learners=learners, steps=steps, inner=inner)
@@ -369,6 +387,7 @@ OWN = {
     "half_at_the_end": "schedule",
     "long_at_the_end": "schedule",
     "Statistical2Bit": "codec",
+    "ScaledSign": "codec",
 }
 """The methods of `published_methods`, and their kinds."""
 
