@@ -113,6 +113,16 @@ def test_a_site_with_a_slow_uplink_gets_a_coarser_format() -> None:
         assert [site["uplink_format"] for site in ladder["sites"]] == ["bf16", "int4"]
 
 
+def test_the_sums_of_a_relay_have_the_first_format() -> None:
+    """The shards measure and change only the uplinks of learners that send to them."""
+    sites = ("--site", "oslo:3:1Gbit", "--site", "rome:2:20Mbit/1Gbit", "--syncer-site", "oslo")
+    found = document(*SMALL, *sites)
+    assert found["sites"][1]["uplink_format"] == "int2"
+    relays = document(*SMALL, *sites[:3], f"{sites[3]}:relay", *sites[4:])
+    assert relays["sites"][1]["uplink_format"] == "bf16"
+    assert relays["prediction"]["rounds_kept"] < found["prediction"]["rounds_kept"]
+
+
 @pytest.mark.parametrize("search", [(), ("--utilization", "0.9")])
 def test_the_downlink_has_one_format(search: tuple[str, ...]) -> None:
     text = refusal(*SMALL, "--link", "1Gbit", "--down", "bf16,int4", *search)
@@ -255,7 +265,7 @@ def test_the_sites_of_a_run_have_relays(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_relays_of_equal_sites_save_all_but_one_payload_per_site(tmp_path: Path) -> None:
-    sites = ("--sites", "4", "--learners", "32", "--relay", "--link", "150Mbit")
+    sites = ("--sites", "4", "--learners", "32", "--relay", "--link", "150Mbit", "--up", "bf16")
     plot = tmp_path / "link.png"
     found = document(*SMALL, *sites, "--plot", str(plot))
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -211,7 +211,7 @@ class Case:
         Learners behind a relay have `up`, as its sums.
         """
         network, o = self.network, self.options
-        if not self.coarser or network.next_relay(site) is not None:
+        if not self.coarser or network.sites[site].relay:
             return self.up
         away = sum(host != site for host in self.hosts) / o.shards
         numel = network.sites[site].learners * self.fragment_params * away
