@@ -246,22 +246,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "int2, H = 36": {"sync": _wire("int2", period=36)},
     "int2, H = 36, carry": {"sync": {**_wire("int2", period=36), **CARRY}},
-    **{
-        f"int2, H = 36, outer {rate:g} / 0.5": {
-            "sync": _wire("int2", period=36),
-            "outer": {"lr": rate, "momentum": 0.5},
-        }
-        for rate in (0.5, 0.9)
+    "int2, H = 36, outer 0.9 / 0.5": {
+        "sync": _wire("int2", period=36),
+        "outer": {"lr": 0.9, "momentum": 0.5},
     },
-    **{
-        f"rate {rate:g}, int2, H = 36": {"rate": rate, "sync": _wire("int2", period=36)}
-        for rate in (0.8, 1.25)
-    },
+    "rate 0.8, int2, H = 36": {"rate": 0.8, "sync": _wire("int2", period=36)},
     "int2, H = 24": {"sync": _wire("int2")},
-    **{
-        f"one bit, H = {period}": {"sync": _wire("published_methods:ScaledSign", period=period)}
-        for period in (18, 24)
-    },
+    "one bit, H = 18": {"sync": _wire("published_methods:ScaledSign", period=18)},
+    "one bit, H = 24": {"sync": _wire("published_methods:ScaledSign")},
     "one bit up, int2 down, H = 24": {"sync": _wire("published_methods:ScaledSign", "int2")},
     "int2, H = 48, and 24 in the last fifth": {
         "sync": {**_wire("int2", period=48), "schedule": "published_methods:half_at_the_end"}

@@ -71,6 +71,11 @@ def clock_of(folder: Path, shard: int = 0, before: float = math.inf) -> int:
     return max((r.data["clock"] for r in clocks if r.wall < before), default=0)
 
 
+def sixty_more(folder: Path, step: int) -> list[str]:
+    """Return the arguments that let a resumed run end in this folder, 60 steps after a step."""
+    return ["--set", f"run.folder={folder}", "--set", f"run.max_steps={step + 60}"]
+
+
 def kill_the_machine(folder: Path, process: object) -> None:
     """End every process of a run at once, as a machine that is lost, and delete its disk."""
     started = [r for r in records(folder, "launcher") if r.type == "ProcessStarted"]
@@ -153,8 +158,7 @@ def test_a_run_continues_on_an_empty_folder_from_the_store_alone(
     shown = output_of("status", address)
     assert f"store {address} has state" in shown
     other = tmp_path / "other"
-    here = ["--set", f"run.folder={other}", "--set", f"run.max_steps={reached + 60}"]
-    done = ddiloco("train", "--resume", address, *here)
+    done = ddiloco("train", "--resume", address, *sixty_more(other, reached))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f": {other}" in done.stdout
     assert (other / "weights.safetensors").is_file()
@@ -311,8 +315,7 @@ def test_a_learner_of_several_ranks_continues_from_the_store_alone(
         reached = clock_of(folder)
         kill_the_machine(folder, process)
     other = tmp_path / "other"
-    here = ["--set", f"run.folder={other}", "--set", f"run.max_steps={reached + 60}"]
-    done = ddiloco("train", "--resume", address, *here)
+    done = ddiloco("train", "--resume", address, *sixty_more(other, reached))
     assert done.returncode == 0, done.stdout + done.stderr
     began = [r for r in records(other, "learner-0") if r.kind == "start"]
     assert len(began) == 2, "it did not fail and start again"
@@ -340,8 +343,8 @@ def test_a_run_goes_back_to_a_checkpoint_that_only_the_store_has(
     state = newest_state(Objects(address))
     assert state is not None
     numbers = sorted(p.split("/")[1] for p in state.files if p.endswith("/manifest.json"))
-    other = ["--set", f"run.folder={tmp_path / 'other'}", "--set", f"run.max_steps={reached + 60}"]
-    done = ddiloco("train", "--resume", address, "--checkpoint", "last", *other)
+    here = sixty_more(tmp_path / "other", reached)
+    done = ddiloco("train", "--resume", address, "--checkpoint", "last", *here)
     assert done.returncode == 0, done.stdout + done.stderr
     back = [r for r in records(tmp_path / "other", "launcher") if r.type == "WentBack"]
     assert f"back to checkpoint {int(numbers[-1])};" in back[0].data["told"]
