@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from free_ports import free_ports
+from network.network_spaces import run_ip, spaces
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "slurmctld", "slurmd", "munged")
 
@@ -132,39 +133,34 @@ def _slurm(folder: Path, address: str, nodes: Sequence[Node]) -> Iterator[None]:
 def _machines(hosts: Path) -> Iterator[list[Node]]:
     """Create two machines with separate network, host name and /etc/hosts, on a bridge."""
     nodes = []
-    _remove_machines()
-    try:
-        _ip("link", "add", BRIDGE, "type", "bridge")
-        _ip("addr", "add", f"{NETWORK}.100/24", "dev", BRIDGE)
-        _ip("link", "set", BRIDGE, "up")
-        known = {f"{NETWORK}.{number}": name for number, name in enumerate(MACHINES, 1)}
-        known |= {"127.0.0.1": "localhost", f"{NETWORK}.100": socket.gethostname()}
-        hosts.write_text("".join(f"{address} {name}\n" for address, name in known.items()))
-        begin = f'echo "$0" > /proc/sys/kernel/hostname; mount --bind {hosts} /etc/hosts; exec "$@"'
-        for number, name in enumerate(MACHINES, 1):
-            _ip("netns", "add", name)
-            _ip("link", "add", f"dds{number}", "type", "veth", "peer", "eth0", "netns", name)
-            _ip("link", "set", f"dds{number}", "master", BRIDGE, "up")
-            _ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _ip("-n", name, "link", "set", device, "up")
-            own = ("unshare", "--uts", "--mount", "sh", "-c", begin, name)
-            inside = ("nsenter", f"--net=/run/netns/{name}", *own)
-            nodes.append(Node(name, f"{NETWORK}.{number}", inside))
-        yield nodes
-    finally:
-        _remove_machines()
+    _remove_bridge()
+    with spaces(*MACHINES):
+        try:
+            run_ip("link", "add", BRIDGE, "type", "bridge")
+            run_ip("addr", "add", f"{NETWORK}.100/24", "dev", BRIDGE)
+            run_ip("link", "set", BRIDGE, "up")
+            known = {f"{NETWORK}.{number}": name for number, name in enumerate(MACHINES, 1)}
+            known |= {"127.0.0.1": "localhost", f"{NETWORK}.100": socket.gethostname()}
+            hosts.write_text("".join(f"{address} {name}\n" for address, name in known.items()))
+            begin = (
+                f'echo "$0" > /proc/sys/kernel/hostname; mount --bind {hosts} /etc/hosts; exec "$@"'
+            )
+            for number, name in enumerate(MACHINES, 1):
+                run_ip("link", "add", f"dds{number}", "type", "veth", "peer", "eth0", "netns", name)
+                run_ip("link", "set", f"dds{number}", "master", BRIDGE, "up")
+                run_ip("-n", name, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
+                run_ip("-n", name, "link", "set", "eth0", "up")
+                own = ("unshare", "--uts", "--mount", "sh", "-c", begin, name)
+                inside = ("nsenter", f"--net=/run/netns/{name}", *own)
+                nodes.append(Node(name, f"{NETWORK}.{number}", inside))
+            yield nodes
+        finally:
+            _remove_bridge()
 
 
-def _remove_machines() -> None:
-    for number, name in enumerate(MACHINES, 1):
-        for what in (("netns", "del", name), ("link", "del", f"dds{number}")):
-            subprocess.run(["ip", *what], capture_output=True)
-    subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _remove_bridge() -> None:
+    for device in (BRIDGE, *(f"dds{number}" for number in range(1, len(MACHINES) + 1))):
+        subprocess.run(["ip", "link", "del", device], capture_output=True)
 
 
 def _munged(folder: Path, key: Path) -> subprocess.Popen[bytes]:

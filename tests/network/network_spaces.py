@@ -36,8 +36,31 @@ def unavailable() -> str:
     return ""
 
 
+def run_ip(*words: str) -> None:
+    """Run ``ip WORDS``; an error states what it printed."""
+    _run("ip", *words)
+
+
 def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
+    ended = subprocess.run(words, check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise OSError(f"{' '.join(words)} ended with {ended.returncode}: {ended.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def spaces(*names: str) -> Iterator[None]:
+    """Create namespaces, each with its loopback device up; remove them at the end.
+
+    Namespaces that a killed test run left under these names are removed first.
+    """
+    _remove(*names)
+    try:
+        for name in names:
+            run_ip("netns", "add", name)
+            run_ip("-n", name, "link", "set", "lo", "up")
+        yield
+    finally:
+        _remove(*names)
 
 
 def enter(space: str) -> None:
@@ -80,23 +103,22 @@ class Link:
 
     def cut(self) -> None:
         """Take the link down."""
-        _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "down")
+        run_ip("-n", NEAR, "link", "set", "dd1", "down")
 
     def heal(self) -> None:
         """Bring the link up again."""
-        _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "up")
+        run_ip("-n", NEAR, "link", "set", "dd1", "up")
 
     def silence(self, network: str) -> None:
         """Lose the packets of one network from now on, both ways, without an error."""
         for (space, device), other in zip(ENDS, (1, 2), strict=True):
-            neighbour = ("ip", "neigh", "replace", f"{network}.{other}", "lladdr", NOBODY)
-            _run("ip", "netns", "exec", space, *neighbour, "dev", device, "nud", "permanent")
+            neighbour = ("neigh", "replace", f"{network}.{other}", "lladdr", NOBODY)
+            run_ip("-n", space, *neighbour, "dev", device, "nud", "permanent")
 
     def hear(self, network: str) -> None:
         """Undo `silence`."""
         for (space, device), other in zip(ENDS, (1, 2), strict=True):
-            neighbour = ("ip", "neigh", "del", f"{network}.{other}")
-            _run("ip", "netns", "exec", space, *neighbour, "dev", device)
+            run_ip("-n", space, "neigh", "del", f"{network}.{other}", "dev", device)
 
     def narrow(self, mbit: float, *, both_ways: bool = False) -> None:
         """Limit the rate of the near end from now on, for sending or for both directions."""
@@ -119,26 +141,21 @@ def link(folder: Path, mbit: float | None) -> Iterator[Link]:
     """Create a link of this rate in both directions, or without a limit; remove everything at the
     end.
     """
-    _remove()
     made = Link(folder)
-    try:
-        for space in (FAR, NEAR):
-            _run("ip", "netns", "add", space)
-            _run("ip", "netns", "exec", space, "ip", "link", "set", "lo", "up")
-        _run("ip", "link", "add", "dd0", "netns", FAR, "type", "veth", "peer", "dd1", "netns", NEAR)
-        for (space, device), own in zip(ENDS, (2, 1), strict=True):
-            inside = ("ip", "netns", "exec", space)
-            for network in NETWORKS:
-                _run(*inside, "ip", "addr", "add", f"{network}.{own}/24", "dev", device)
-            _run(*inside, "ip", "link", "set", device, "up")
-            if mbit is not None:
-                _shape(space, device, mbit, burst="16kb")
-        yield made
-    finally:
-        for process in made.started:
-            process.kill()
-            process.wait()
-        _remove()
+    with spaces(FAR, NEAR):
+        try:
+            run_ip("link", "add", "dd0", "netns", FAR, "type", "veth", "peer", "dd1", "netns", NEAR)
+            for (space, device), own in zip(ENDS, (2, 1), strict=True):
+                for network in NETWORKS:
+                    run_ip("-n", space, "addr", "add", f"{network}.{own}/24", "dev", device)
+                run_ip("-n", space, "link", "set", device, "up")
+                if mbit is not None:
+                    _shape(space, device, mbit, burst="16kb")
+            yield made
+        finally:
+            for process in made.started:
+                process.kill()
+                process.wait()
 
 
 def _shape(space: str, device: str, mbit: float, burst: str) -> None:
@@ -146,6 +163,7 @@ def _shape(space: str, device: str, mbit: float, burst: str) -> None:
     _run(*inside, "tbf", "rate", f"{mbit:.4f}mbit", "burst", burst, "latency", "200ms")
 
 
-def _remove() -> None:
-    for space in (FAR, NEAR):
-        subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+def _remove(*names: str) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from docs.snippets import ROOT, SMALL, blocks_of
-from network.network_spaces import WORKER, unavailable
+from network.network_spaces import WORKER, run_ip, spaces, unavailable
 from process.process_runs import until
 
 pytestmark = [
@@ -32,12 +32,8 @@ OWN_STOP = (
 )
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 class Federation:
-    """A folder and a network namespace for the operator and for each hospital."""
+    """A folder for the operator and for each hospital, and links between their namespaces."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -46,8 +42,6 @@ class Federation:
         self.path = f"{shell}{os.pathsep}{os.environ['PATH']}"
         for number, machine in enumerate(MACHINES):
             (root / machine).mkdir()
-            _ip("netns", "add", self.space(machine))
-            _ip("-n", self.space(machine), "link", "set", "lo", "up")
             hosts = ["127.0.0.1 localhost relay.example", "127.0.0.1 hub.example"]
             if machine != "operator":
                 self._link(machine, number)
@@ -63,10 +57,10 @@ class Federation:
     def _link(self, machine: str, number: int) -> None:
         ends = ((self.space("operator"), f"fd{number}", 1), (self.space(machine), "fd", 2))
         (one, first, _), (two, second, _) = ends
-        _ip("link", "add", first, "netns", one, "type", "veth", "peer", second, "netns", two)
+        run_ip("link", "add", first, "netns", one, "type", "veth", "peer", second, "netns", two)
         for space, device, own in ends:
-            _ip("-n", space, "addr", "add", f"10.92.{number}.{own}/24", "dev", device)
-            _ip("-n", space, "link", "set", device, "up")
+            run_ip("-n", space, "addr", "add", f"10.92.{number}.{own}/24", "dev", device)
+            run_ip("-n", space, "link", "set", device, "up")
 
     def run(self, machine: str, commands: str, *, wait: bool = True, code: int = 0) -> str:
         """Run commands of the page on a machine; return what they print."""
@@ -104,19 +98,17 @@ class Federation:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for machine in MACHINES:
-            subprocess.run(["ip", "netns", "del", self.space(machine)], check=False)
-            shutil.rmtree(Path("/etc/netns", self.space(machine)), ignore_errors=True)
 
 
 @pytest.fixture
 def federation(tmp_path: Path) -> Iterator[Federation]:
-    made = Federation(tmp_path)
-    try:
-        yield made
-    finally:
-        print(made.logs())  # shown if the test fails
-        made.close()
+    with spaces(*(Federation.space(machine) for machine in MACHINES)):
+        made = Federation(tmp_path)
+        try:
+            yield made
+        finally:
+            print(made.logs())  # shown if the test fails
+            made.close()
 
 
 def of_hospital(text: str, number: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from network.conftest import Saturated
 from network.network_runs import finish, merged, records, start, step_times
-from network.network_spaces import Link, link, unavailable
+from network.network_spaces import WORKER, Link, link, run_ip, spaces, unavailable
 from process.process_runs import PATIENCE, STEP_SECONDS_MAX
 from replay_check import assert_replays
 
@@ -34,6 +34,16 @@ def wait_for_steps(made: Link, folder: Path, count: int, seconds: float = 60.0) 
     while not path.exists() or len(step_times(folder, "learner-0")) < count:
         assert time.monotonic() < deadline, made.logs()
         time.sleep(0.3)
+
+
+def test_namespaces_of_a_killed_test_run_are_replaced() -> None:
+    """Otherwise every later run on this machine fails."""
+    name = f"ddtest{WORKER}-left"
+    run_ip("netns", "add", name)
+    refused = pytest.raises(OSError, match=f'netns add {name} ended with 1: .*"/.*/{name}"')
+    with spaces(name), refused:
+        run_ip("netns", "add", name)
+    assert not Path("/run/netns", name).exists()
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ import encrypted
 from decoupled_diloco.config import dump_config
 from decoupled_diloco.config.run import RunConfig
 from docs.snippets import ROOT, blocks_of
-from network.network_spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
+from network.network_spaces import FAR, FAR_ADDRESS, NEAR, Link, link, run_ip, spaces, unavailable
 from process.process_runs import config_of, until
 
 pytestmark = [
@@ -39,25 +39,19 @@ PAGE = [block.text for block in blocks_of(ROOT / "docs" / "how-to" / "clouds.md"
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Link]:
     """Create the link between syncer and login node, and a node behind the login node."""
-    subprocess.run(["ip", "netns", "del", INSIDE], check=False, capture_output=True)
-    with link(tmp_path, mbit=None) as made:
-        _ip("netns", "add", INSIDE)
+    with link(tmp_path, mbit=None) as made, spaces(INSIDE):
         try:
-            _ip("link", "add", "dd2", "netns", NEAR, "type", "veth", "peer", "dd3", "netns", INSIDE)
+            run_ip(
+                "link", "add", "dd2", "netns", NEAR, "type", "veth", "peer", "dd3", "netns", INSIDE
+            )
             for space, device, address in ((NEAR, "dd2", LOGIN), (INSIDE, "dd3", NODE)):
-                _ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
-                _ip("-n", space, "link", "set", device, "up")
-            _ip("-n", INSIDE, "link", "set", "lo", "up")
+                run_ip("-n", space, "addr", "add", f"{address}/24", "dev", device)
+                run_ip("-n", space, "link", "set", device, "up")
             yield made
         finally:
             for process in made.started[1:]:  # the process groups that `run` has started
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            _ip("netns", "del", INSIDE)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 def begun(made: Link, folder: Path, **tables: Any) -> RunConfig:
