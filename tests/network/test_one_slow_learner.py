@@ -48,7 +48,7 @@ def configure(
     folder: Path,
     steps: int,
     name: str = "paced",
-    codecs: Any = None,
+    codecs: Any = "bf16",
     adapt: Any = None,
     **options: Any,
 ) -> RunConfig:
@@ -61,7 +61,7 @@ def configure(
             "fragments": FRAGMENTS,
             "sync_every": PERIOD,
             "overlap_steps": 2,
-            **({"codec": {"uplink": codecs}} if codecs else {}),
+            "codec": {"uplink": codecs},
             **({"adapt": adapt} if adapt else {}),
         },
         syncer={
