@@ -150,6 +150,15 @@ def peers(result: Any) -> str:
         known = [at for at in row.get("seconds_to_target", []) if at is not None]
         return few(known, 0, " s")
 
+    def compared(row: Any) -> list[str]:
+        sent = few([n / 1e3 for n in row["bytes_per_step"]], 1, " kB")
+        shown = [sent, f"{row['loss']:.4f}", str(row["runs"])]
+        if (gap := row.get("gap")) is None:
+            return [*shown, "", ""]
+        mean = "{mean:100|+.2f} % [{low:100|+.2f}, {high:100|+.2f}]"
+        beyond = "lower" if gap["high"] < 0 else "higher" if gap["low"] > 0 else "not shown"
+        return [*shown, fill(mean, **gap), "equivalent" if gap["equivalent"] else beyond]
+
     def slow(row: Any) -> list[str]:
         return [few(row["seconds_of_all_steps"], 0, " s"), f"{row['loss']:.2f}"]
 
@@ -168,6 +177,9 @@ def peers(result: Any) -> str:
     header = ["model and link, four paced workers", "system", "steps/s, relative to none"]
     header += ["longest step", "sent per step and worker", "finished", "loss 2.3 after"]
     parts.append(table(header, rows_of("paced", lambda row: [*speed(row), reached(row)])))
+    header = ["two workers, 600 steps", "system", "sent per step and direction", "loss", "seeds"]
+    header += ["relative to the best peer, 90 % interval", "TOST, margin 0.5 %"]
+    parts.append(table(header, rows_of("loss", compared)))
     header = ["one worker four times slower, equal tokens", "training time", "loss"]
     parts.append(table(header, [row[1:] for row in rows_of("slow", slow)]))
     header = ["fault", "system", "longest time without a step, workers that were not killed"]

@@ -20,11 +20,12 @@ from typing import Any, Self
 
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 2, "width": 32, "heads": 2, "context": 32, "batch_size": 2},
+    "0.24M": {"layers": 4, "width": 64, "heads": 4, "context": 128, "batch_size": 8},
     "0.87M": {"layers": 4, "width": 128, "heads": 4, "context": 128, "batch_size": 16},
     "25M": {"layers": 8, "width": 512, "heads": 8, "context": 128, "batch_size": 2},
 }
 """The sizes of `benchmarks/step_overhead.py`, with one worker's batch. "tiny" is for trying the
-peers out."""
+peers out, and "0.24M" is the size of `benchmarks/virtual.py`, for losses with several seeds."""
 
 READY_SECONDS_MAX = 120.0
 """Time limit for a worker to wait for the others before its first step."""
@@ -36,6 +37,7 @@ class Task:
 
     Attributes:
         system: Variant of the peer, a name in `systems.SYSTEMS`.
+        seed: Seed of the initial weights and of the order of the data.
         steps: Inner steps of each worker, a multiple of the period.
         period: H, inner steps between two outer steps.
         fragments: Parts of the model that a streaming system sends one at a time.
@@ -55,6 +57,7 @@ class Task:
     worker: int
     workers: int
     model: str
+    seed: int
     steps: int
     period: int
     outer_lr: float
@@ -108,7 +111,8 @@ class Training:
 
         torch.set_num_threads(1)
         self.task = task
-        self.workload = load_workload("gpt", {**MODELS[task.model], "total_steps": task.steps})
+        own = {"total_steps": task.steps, "seed": task.seed}
+        self.workload = load_workload("gpt", {**MODELS[task.model], **own})
         self.model = self.workload.model()
         self.optimizer = self.workload.optimizer(self.model)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -25,7 +25,7 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,15 @@ sys.path.insert(0, str(HERE.parent))
 
 from evidence import keep, options
 
+from decoupled_diloco_lab.study.statistics import Equivalence, tost
+
 PERIOD = 24
 FRAGMENTS = 24
 OVERLAP = 2
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 """All systems use momentum 0.5, not 0.9, because the runs have few outer steps."""
 
-PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
+PARAMETERS = {"tiny": 0.04e6, "0.24M": 0.24e6, "0.87M": 0.87e6, "25M": 25.5e6}
 PERIODS = {
     "speed": 5,
     "paced": 5,
@@ -60,6 +62,12 @@ PERIODS = {
 WORKERS = {**dict.fromkeys(PERIODS, 2), "paced": 4, "lose-worker": 4, "lose-paced": 4}
 PACE_SECONDS = 0.7
 """A step of four workers together computes for 0.7 s, half of the time of two cores."""
+
+LOSS_MODEL = "0.24M"
+"""The model of the runs whose losses are compared; their seed is the number of the repetition."""
+
+MARGIN = 0.005
+"""Largest relative difference between two losses that count as equivalent."""
 
 TARGET_LOSSES = {"paced": 2.3, "lose-paced": 2.0}
 """The loss whose time is noted: of paced workers, which take the same time on any machine. The
@@ -101,19 +109,21 @@ class Cell:
 
 def cells(models: Iterable[str]) -> list[Cell]:
     """Return the cells in the order of a repetition: cells to be compared follow each other."""
-    settings = [(model, link, "speed") for model in models for link in LINKS]
+    settings = [(LOSS_MODEL, "clean", "loss")] if LOSS_MODEL in models else []
+    models = [model for model in models if model != LOSS_MODEL]
+    settings += [(model, link, "speed") for model in models for link in LINKS]
     small = [model for model in models if model != "25M"]
     settings += [(model, link, "paced") for model in small for link in LINKS]
     settings += [
         (model, "clean", kind)
         for model in small
         for kind in PERIODS
-        if kind not in ("speed", "paced")
+        if kind not in ("speed", "paced", "loss")
     ]
     return [Cell(system, *each) for each in settings for system in SYSTEMS]
 
 
-def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
+def tasks_of(cell: Cell, folder: Path, slowdown: float, seed: int) -> list[Task]:
     """Return the tasks of all workers, which alternate between the sites."""
     workers = WORKERS[cell.kind]
     rate = (LINKS[cell.link].mbit or 1000.0) * 1e6
@@ -125,6 +135,7 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
             worker=worker,
             workers=workers,
             model=cell.model,
+            seed=seed,
             steps=(PERIODS_OF_LARGE if cell.large else PERIODS[cell.kind]) * PERIOD,
             period=PERIOD,
             outer_lr=OUTER_LR,
@@ -142,7 +153,7 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
     ]
 
 
-def measure(cell: Cell, arguments: Namespace) -> Row:
+def measure(cell: Cell, arguments: Namespace, repeat: int) -> Row:
     """Carry out one run, from the first process to the last."""
     system = SYSTEMS[cell.system]
     python = system.python(arguments.environments)
@@ -151,7 +162,8 @@ def measure(cell: Cell, arguments: Namespace) -> Row:
         tempfile.TemporaryDirectory() as name,
         joined("ddpeers", LINKS[cell.link], arguments.wan_tool) as sites,
     ):
-        tasks = tasks_of(cell, Path(name), arguments.slowdown)
+        seed = repeat if cell.kind == "loss" else 0
+        tasks = tasks_of(cell, Path(name), arguments.slowdown, seed)
         starts = {f"worker-{task.worker}": system.worker(task, python) for task in tasks}
         if system.center is not None:
             starts = {"center": system.center(tasks[0], python), **starts}
@@ -171,7 +183,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         system, model, link, kind = row["cell"].split(" ")
         grouped[kind][f"{model} {link}"][system].append(row)
-    return {
+    found: dict[str, Any] = {
         kind: {
             where: {
                 system: _timed(each, systems.get("none", []))
@@ -182,6 +194,25 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
             for where, systems in settings.items()
         }
         for kind, settings in grouped.items()
+    }
+    for where, systems in grouped["loss"].items():
+        for system, gap in gaps_of(systems).items():
+            found["loss"][where][system]["gap"] = asdict(gap) | {"equivalent": gap.equivalent}
+    return found
+
+
+def gaps_of(systems: dict[str, list[Row]]) -> dict[str, Equivalence]:
+    """Compare the loss of each system with that of the peer whose mean loss is the lowest."""
+    losses = {
+        system: [row["losses"][0] for row in sorted(rows, key=lambda row: row["repeat"])]
+        for system, rows in systems.items()
+    }
+    peers = [system for system in losses if SYSTEMS[system].environment]
+    best = min(peers, key=lambda system: statistics.mean(losses[system]))
+    return {
+        system: tost((system, each), (best, losses[best]), MARGIN)
+        for system, each in losses.items()
+        if system != best and len(each) == len(losses[best]) > 1
     }
 
 
@@ -244,7 +275,7 @@ def main() -> None:
             if arguments.list:
                 print(repeat, cell, "done" if (str(cell), repeat) in done else "")
             elif (str(cell), repeat) not in done:
-                row = {"cell": str(cell), "repeat": repeat, **measure(cell, arguments)}
+                row = {"cell": str(cell), "repeat": repeat, **measure(cell, arguments, repeat)}
                 with arguments.kept.open("a") as file:
                     print(json.dumps(row), file=file)
                 shown = {name: value for name, value in row.items() if name != "results"}

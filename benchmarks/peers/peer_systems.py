@@ -105,8 +105,9 @@ def syncer(task: Task, python: Path) -> Start:
     """Start one shard; settings that are not here have their defaults."""
     folder = Path(task.folder)
     sync = {"fragments": task.fragments, "sync_every": task.period, "overlap_steps": task.overlap}
-    if task.system == "ours-int4":
-        sync |= {"codec": {"uplink": "int4", "downlink": "int4"}}
+    codec = task.system.removeprefix("ours-")
+    if codec != "bf16":
+        sync |= {"codec": {"uplink": codec, "downlink": codec}}
     run = {
         "folder": str(folder / "run"),
         "learners": task.workers,
@@ -148,4 +149,5 @@ SYSTEMS: dict[str, System] = {
     "flower": System("flower", flower, superlink),
     "ours-bf16": System("", HERE_TOO, syncer),
     "ours-int4": System("", HERE_TOO, syncer),
+    "ours-int2": System("", HERE_TOO, syncer),
 }
