@@ -382,7 +382,7 @@ class Lineage:
                 content = self.contents[fragment, local.held]
                 accounted = union(content, local.discarded)
                 missing = without(everything, union(accounted, local.parted))
-                bits = self.system.learners[process].bits_of(fragment)
+                bits = self.system.learners[process].bits_of(fragment, local.held.counter)
                 text = (
                     f"{process} ends with bits that differ from {local.held} of fragment {fragment}"
                 )

@@ -540,10 +540,21 @@ class LearnerHost(ParticipantHost):
         """Return the process of a rank, or ``None``; rank 0 is this process."""
         return None if number else self
 
-    def bits_of(self, fragment: int) -> str | None:
-        """Return a fragment's digest, or ``None`` if its parameters lag behind the machine."""
+    def bits_of(self, fragment: int, counter: int | None = None) -> str | None:
+        """Return a fragment's digest, or ``None`` if its parameters lag behind the machine.
+
+        Args:
+            fragment: Index of the fragment.
+            counter: The counter of the version that it holds. If this version merges no moments,
+                those of the held copy take the place of the optimizer's, which continue.
+        """
         tensors = self.tensors
         values = tensors.store.snapshot(tensors.plan.fragments[fragment]).values()
+        if counter is not None and not tensors.plan.sends_moments(counter - 1):
+            held = tensors.published[fragment]
+            assert held is not None, f"fragment {fragment} has version {counter}, but no copy"
+            start = tensors.plan.moments_start(fragment)
+            values[start:] = held[start:]
         return body_digest(values, codec("fp32"))
 
     def stall(self) -> None:

@@ -187,8 +187,8 @@ class RankedHost(LearnerHost):
         self.loaded = None if loaded is None else checkpoint_id(loaded)
         return await leader.joined()
 
-    def bits_of(self, fragment: int) -> str | None:
-        """See `LearnerHost`: ``None`` until it has closed.
+    def bits_of(self, fragment: int, counter: int | None = None) -> str | None:
+        """See `LearnerHost`: ``None`` until it has closed; several ranks have no moments.
 
         Before that, its parameters may lag behind its state machine.
         """
