@@ -114,8 +114,8 @@ Its background answers, even while its loop is stalled.
 
 
 AHEAD_MAX = 1
-"""A fragment waits if a learner with a backlog has contributed to it more often than to another one
-by more than this number.
+"""A fragment waits if a learner with a backlog has sent it more often than another one by more than
+this number. Discarded contributions count as well: the learner would send nothing else.
 
 0 would request a fragment that was overwritten a moment ago only because its turn has come.
 """
@@ -229,8 +229,10 @@ def body_arrived(
     if ask is None or ask.epoch != event.epoch:
         why = "its request was replaced, or the learner left"
         return [Drop(event.fragment, event.learner, event.ask, why, event.relay)]
-    # A refused payload measures the link as well as an accepted one.
-    adapted = payload_arrived(state, options, now, state.members[ask.learner], ask)
+    # A refused payload measures the link, and takes its turn, as well as an accepted one.
+    member = state.members[ask.learner]
+    member.uploads[event.fragment] += 1
+    adapted = payload_arrived(state, options, now, member, ask)
     verdict, problem = problem_of(state, options, ask, event)
     if not problem:
         verdict, problem = weightless(state, options, ask)
@@ -298,7 +300,6 @@ def _fold(
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
     fold = replace(fold, relay=ask.relay, party=ask.party)
     member = state.members[ask.learner]
-    member.contributions[fragment] += 1
     confirmed = [] if ask.relay else visits.folded(options, ask)
     return [fold, *confirmed, *_link_free(state, options, now, member, fragment)]
 
@@ -928,7 +929,7 @@ def serve(state: SyncerState, options: Options, now: float, member: Member) -> l
     # Just after its round, a fragment in the backlog has hardly any training.
     soon = participation(options).due_soon(options, state.clock) - member.backlog
     ready += [p for p in soon & state.fragments.keys() if _can_be_served(state, options, member, p)]
-    least = min(member.contributions[p] for p in ready)
+    least = min(member.uploads[p] for p in ready)
     fragment, *upcoming = sorted(ready, key=lambda p: _urgency(state, options, member, p, least))
     why = "the fragment is in its backlog, and its link is free"
     if fragment not in member.backlog:
@@ -998,7 +999,7 @@ def _urgency(
     round = state.rounds.get(fragment)
     waits = round is not None and round.delivery_over
     waits = waits and not has_quorum(state.fragments[fragment], options)
-    times = member.contributions[fragment]
+    times = member.uploads[fragment]
     trained = member.step - member.held_step.get(fragment, member.step)
     # break: backlog-first-fragment
     return (not waits, times > least + AHEAD_MAX, -trained, times, fragment)

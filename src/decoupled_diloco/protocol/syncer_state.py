@@ -151,7 +151,7 @@ class Member:
         backlog: Fragments to request once its link is free, because others were in progress or
             their round lacks its quorum.
         pressed: It had a backlog at its last delivery, so it sends one payload at a time.
-        contributions: Number of contributions of each fragment.
+        uploads: How often each fragment has arrived, also if it was discarded or refused.
         drained: Fragments that received its training after it announced its departure.
         uplink: Measurements of its uplink.
         needs: The needs of its link, if H and τ follow the links.
@@ -180,7 +180,7 @@ class Member:
     under_way: set[int] = field(default_factory=set)
     backlog: set[int] = field(default_factory=set)
     pressed: bool = False
-    contributions: Counter[int] = field(default_factory=Counter)
+    uploads: Counter[int] = field(default_factory=Counter)
     drained: set[int] = field(default_factory=set)
     uplink: Uplink = field(default_factory=Uplink)
     needs: Needs = field(default_factory=Needs)

@@ -364,10 +364,24 @@ def test_rule_4_the_fragment_that_is_trained_longest_comes_first(shard_bench: An
 
 
 def test_rule_4_all_fragments_get_equally_many_contributions(shard_bench: Any) -> None:
-    """Rule 4: a fragment with two more than another one waits for it."""
+    """Rule 4: a fragment that arrived twice more than another one waits for it."""
     bench = slow(shard_bench)
-    bench.machine.state.members["b"].contributions[0] = 2
+    bench.machine.state.members["b"].uploads[0] += 2
     assert served(bench, 2, 3) == [1, 2, 4, 5, 0]
+
+
+def test_rule_4_a_discarded_contribution_also_takes_its_turn(shard_bench: Any) -> None:
+    """Otherwise the learner sends the same fragment again and again until it is due."""
+    bench = slow(shard_bench, probation_periods=9)
+    bench.machine.state.members["b"].is_fresh = True
+    order = [2, 3]
+    for fragment in order:
+        bench.body("b", fragment, at=bench.now + 0.1)
+        (outcome,) = bench.messages(Outcome)
+        assert "on probation" in outcome.reason
+        order += requests_to(bench, "b")
+        assert len(order) < 20, f"it sends {order}"
+    assert sorted(set(order[2:])) == [0, 1, 2, 4, 5]
 
 
 def test_rule_4_a_shard_requests_in_advance_what_is_due_soon() -> None:
