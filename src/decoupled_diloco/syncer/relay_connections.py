@@ -78,8 +78,8 @@ class RelayConnections:
             TransportError: The connection closed.
         """
         name = hello.relay
-        older = self.sessions.get(name)
-        if older is not None:
+        # Another connection may replace the older one while that closes.
+        while (older := self.sessions.get(name)) is not None:
             if older.hello.nonce != hello.nonce and not _is_silent(older.channel):
                 reason = f"name={name!r} is in use by a live relay: choose another --name"
                 refuse_relay(channel, reason)
