@@ -277,7 +277,9 @@ def apply_mode(
     if diverged:
         return "overwrite", f"it was disconnected for more than {options.steps_counted} steps"
     why = "it was behind" if view.behind else "it took no part in this version"
-    if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
+    # Without training, overwrite instead of keeping what `blend` has left of merged training.
+    trained = view.held is not None and state.steps_of(view) > 0
+    if trained and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why
     return "overwrite", why
 

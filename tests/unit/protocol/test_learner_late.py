@@ -165,6 +165,16 @@ def test_rule_4_a_refused_contribution_stays_in_the_parameters(
     assert not view(bench).late
 
 
+def test_rule_7_a_missed_version_overwrites_a_learner_without_training(learner_bench: Any) -> None:
+    """`rebase` would keep what `blend` has left of merged training, also at the run's end."""
+    bench = started(learner_bench, steps=0, missed="rebase")
+    bench.publish(V1, V0)
+    bench.fetched(V1)
+    bench.handle(Paused())
+    (applied,) = bench.orders(Apply)
+    assert (applied.mode, applied.discarded_tokens) == ("overwrite", 0)
+
+
 def test_rule_4_a_contribution_whose_values_are_unfit_is_not_kept_to_be_refused_again(
     learner_bench: Any,
 ) -> None:
