@@ -24,6 +24,7 @@ from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.records import Record
+from decoupled_diloco.tape.segments import segments_of
 
 SMALL = {
     "layers": 1,
@@ -156,6 +157,11 @@ def send(run: LocalRun, name: str, number: signal.Signals) -> None:
     process.send_signal(number)
 
 
+def stop(run: LocalRun) -> None:
+    """End a run as if its budget were reached."""
+    output_of("stop", run.addresses[0], "--auth-token-file", str(run.secret_file))
+
+
 def health(address: str) -> dict[str, Any]:
     """Return the answer of a shard at `/healthz`; empty if it does not answer."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/healthz", timeout=1) as r:
@@ -164,14 +170,14 @@ def health(address: str) -> dict[str, Any]:
 
 
 def records(folder: Path, process: str) -> list[Record]:
-    """Return the records on a process's tape."""
-    return list(TapeReader(folder / "tape" / f"{process}.jsonl"))
+    """Return the records on a process's tape; none before the process has begun it."""
+    path = folder / "tape" / f"{process}.jsonl"
+    return list(TapeReader(path)) if path.exists() or segments_of(path) else []
 
 
 def relays_of(run: Path, learner: str) -> list[str]:
     """Return the relay of each of a learner's connections to shard 0; empty text: none."""
-    begun = (run / "tape" / "shard-0.jsonl").exists()
-    made = [r.data for r in records(run, "shard-0") if r.type == "Connected"] if begun else []
+    made = [r.data for r in records(run, "shard-0") if r.type == "Connected"]
     return [each.get("relay", "") for each in made if each["peer"] == learner]
 
 

@@ -93,7 +93,7 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     assert re.search(r"^a +\d\d+ +[\d.]+M +\d\.\d\d\d +\d", output, re.MULTILINE), output
     page = (folder / "report.html").read_text()
     assert "2 learners, 2 syncer shards" in page
-    assert "The tapes of a and b are not here" in page
+    assert "The tapes of a and b are on other machines" in page
     weights = load_weights(folder / "weights.safetensors")
     assert weights["0.weight"].shape == (256, 16)
     assert_replays(folder)

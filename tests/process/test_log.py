@@ -162,7 +162,7 @@ def loggers(folder: Path) -> list[int]:
     ("place", "sentence"),
     [
         ("tensorbord", "tracker='tensorbord' is not a valid tracker: write 'tensorboard',"),
-        ("wandb", "wandb is not installed: pip install 'decoupled-diloco\\[wandb\\]'"),
+        ("wandb", r"wandb is not installed: run pip install -e '\.\[wandb\]' in the clone"),
     ],
 )
 def test_an_invalid_tracker_is_reported_before_the_run_starts(

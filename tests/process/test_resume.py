@@ -292,7 +292,7 @@ def test_a_run_that_cannot_continue_is_explained(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, text = train("--resume", str(folder))
     assert code == 2
-    assert "no run folder" in text
+    assert "is not a run folder" in text
     file = config_file(folder)
     train_until(folder, 2, str(file))
     code, text = train("--resume", str(folder), "--set", "sync.sync_every=5")

@@ -356,7 +356,7 @@ def test_training_continues_while_the_store_is_away_and_the_backlog_drains(
     tmp_path: Path, server: ObjectServer
 ) -> None:
     folder, address = tmp_path / "run", f"s3://{BUCKET}/runs/away"
-    run = {"max_steps": 400, "store": address, "store_interval_seconds": 1.0}
+    run = {"max_steps": 100_000, "store": address, "store_interval_seconds": 1.0}
     file = config_file(folder, run=run, **SETTINGS)
     with stopped_at_exit(command("train", str(file))) as process:
         until(lambda: stored(folder) >= 2, "two states", 60)
@@ -371,6 +371,7 @@ def test_training_continues_while_the_store_is_away_and_the_backlog_drains(
         before = stored(folder)
         server.come_back()
         until(lambda: stored(folder) >= before + 2, "two more states", 60)
+        output_of("stop", syncer, *secret)
         text, _ = process.communicate(timeout=240)
         assert process.returncode == 0, text
     assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX

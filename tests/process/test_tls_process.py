@@ -158,7 +158,11 @@ def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
         where = ["--index", "0", "--syncer", str(run.path), "--supervised"]
         with stopped_at_exit(command("learner", str(own), *where, *options(folder, "learner-0"))):
             own_log = tmp_path / "own/logs/learner-0.log"
-            until(lambda: own_log.exists() and "has joined" in own_log.read_text(), "it joins", 60)
+            until(
+                lambda: own_log.exists() and "learner-0 joined" in own_log.read_text(),
+                "it joins",
+                60,
+            )
             (number,) = [
                 record.data["pid"]
                 for record in records(tmp_path / "own", "launcher.learner-0")
@@ -166,7 +170,7 @@ def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
             ]
             before = steps(run)
             os.kill(number, signal.SIGKILL)
-            until(lambda: own_log.read_text().count("has joined") == 2, "it is back", 60)
+            until(lambda: own_log.read_text().count("learner-0 joined") == 2, "it is back", 60)
             until(lambda: steps(run) > before + 10, "the run goes on", 60)
 
 
@@ -224,7 +228,7 @@ def _readers(address: str, folder: Path) -> None:
         done = ddiloco(name, *where, *options(folder, "learner-1"))
         assert done.returncode == 0, (done.stdout, done.stderr)
         if name == "doctor":
-            assert "ends in 3.0 days" in done.stdout
+            assert "expires in 3.0 days" in done.stdout
             assert "it is the token of learner-1" in done.stdout
     trusting = ["--ca-cert", f"{folder}/authority.pem"]
     for given, code, words in (

@@ -120,9 +120,9 @@ def test_the_printed_command_repeats_the_smaller_world() -> None:
     changes = Changes(
         without_faults=(0, 1), options={"quorum": 1}, learners={"jitter": 0.0}, faulty_seconds=9.5
     )
-    shown = worlds.command(5, changes).removeprefix("python ")
-    command = f"{sys.executable} {shown} --quiet"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    shown = worlds.command(5, changes).replace(" python ", f" {sys.executable} ")
+    command, root = f"{shown} --quiet", Path(__file__).parents[2]
+    done = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True, check=True)
     assert "quorum=1" in done.stdout
     assert f"events={worlds.run(5, changes=changes).events}" in done.stdout
     assert worlds.run(5, changes=changes).events != worlds.run(5).events
