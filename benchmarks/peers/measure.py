@@ -206,8 +206,11 @@ def gaps_of(systems: dict[str, list[Row]]) -> dict[str, Equivalence]:
     losses = {
         system: [row["losses"][0] for row in sorted(rows, key=lambda row: row["repeat"])]
         for system, rows in systems.items()
+        if all(row["finished"] for row in rows)
     }
     peers = [system for system in losses if SYSTEMS[system].environment]
+    if not peers:
+        return {}
     best = min(peers, key=lambda system: statistics.mean(losses[system]))
     return {
         system: tost((system, each), (best, losses[best]), MARGIN)
