@@ -75,6 +75,9 @@ class ObjectServer:
     delay_seconds: float = 0.0
     refusal: str = ""
     _open: list[socket.socket] = field(default_factory=list)
+    _creating: threading.Lock = field(default_factory=threading.Lock)
+    """Held from a request that must create an object until its answer: moto's check is not atomic,
+    as that of every cloud is."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -121,7 +124,7 @@ class ObjectServer:
     def _pass_on(self, connection: socket.socket) -> None:
         with connection, socket.create_connection(("127.0.0.1", self.direct)) as server:
             self._open += [connection, server]
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as creating:
                 while not self.away:
                     ready, _, _ = select.select([connection, server], [], [], 0.2)
                     for each in ready:
@@ -134,6 +137,10 @@ class ObjectServer:
                         if each is connection:
                             time.sleep(self.delay_seconds)
                             piece = _as_s3(piece) if self.cloud == "gs" else piece
+                            if b"if-none-match: *" in piece.lower():
+                                creating.enter_context(self._creating)
+                        else:
+                            creating.close()
                         (server if each is connection else connection).sendall(piece)
 
 

@@ -40,5 +40,5 @@ def test_learners_with_opacus_train_and_print_their_epsilon(tmp_path: Path) -> N
         assert int(found[1]) >= 10
         assert 0 < float(found[2]) < 10
     run = read_run(folder)
-    assert run.rounds_merged > 4
+    assert run.rounds_merged > 1
     assert all(not learner.losses for learner in run.learners.values()), "a loss has no noise"

@@ -113,7 +113,7 @@ def test_one_slow_upload_costs_the_others_nothing(upload_steps: float, shards: i
     assert set(seen.in_versions.values()) == {1}, "each is merged once"
     assert sum(seen.in_versions.values()) >= seen.delivered - 24, "some still wait for a round"
     for shard in seen.world.shards:
-        counts = shard.machine.state.members["slow"].contributions
+        counts = shard.machine.state.members["slow"].uploads
         times = [counts[fragment] for fragment in shard.machine.state.fragments]
         assert max(times) - min(times) <= 2, "equally often"
 

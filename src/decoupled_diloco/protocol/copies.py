@@ -277,9 +277,9 @@ def apply_mode(
     if diverged:
         return "overwrite", f"it was disconnected for more than {options.steps_counted} steps"
     why = "it was behind" if view.behind else "it took no part in this version"
-    # Without training, overwrite instead of keeping what `blend` has left of merged training.
-    trained = view.held is not None and state.steps_of(view) > 0
-    if trained and (options.missed == "rebase" or view.behind or keeps):
+    # `blend` has left a part of merged training in θ. Without training since, none of it may stay.
+    rest = options.alignment != "blend" or state.steps_of(view) > 0
+    if view.held is not None and rest and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why
     return "overwrite", why
 

@@ -167,7 +167,7 @@ def test_rule_4_a_refused_contribution_stays_in_the_parameters(
 
 def test_rule_7_a_missed_version_overwrites_a_learner_without_training(learner_bench: Any) -> None:
     """`rebase` would keep what `blend` has left of merged training, also at the run's end."""
-    bench = started(learner_bench, steps=0, missed="rebase")
+    bench = started(learner_bench, steps=0, missed="rebase", alignment="blend")
     bench.publish(V1, V0)
     bench.fetched(V1)
     bench.handle(Paused())
