@@ -21,8 +21,8 @@ NETWORKS = ("10.88.0", "10.89.0")
 """The two networks of the link; each can be silenced separately."""
 FAR_ADDRESS = f"{NETWORKS[0]}.1"
 ENDS = ((NEAR, "dd1"), (FAR, "dd0"))
-NOBODY = "02:00:00:00:00:99"
-"""A hardware address that no device has."""
+UNUSED_MAC = "02:00:00:00:00:99"
+"""A MAC address that no device has."""
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
@@ -112,13 +112,13 @@ class Link:
     def silence(self, network: str) -> None:
         """Lose the packets of one network from now on, both ways, without an error."""
         for (space, device), other in zip(ENDS, (1, 2), strict=True):
-            neighbour = ("neigh", "replace", f"{network}.{other}", "lladdr", NOBODY)
-            run_ip("-n", space, *neighbour, "dev", device, "nud", "permanent")
+            neighbor = (f"{network}.{other}", "dev", device, "lladdr", UNUSED_MAC)
+            run_ip("-n", space, "neighbor", "replace", *neighbor, "nud", "permanent")
 
     def hear(self, network: str) -> None:
         """Undo `silence`."""
         for (space, device), other in zip(ENDS, (1, 2), strict=True):
-            run_ip("-n", space, "neigh", "del", f"{network}.{other}", "dev", device)
+            run_ip("-n", space, "neighbor", "del", f"{network}.{other}", "dev", device)
 
     def narrow(self, mbit: float, *, both_ways: bool = False) -> None:
         """Limit the rate of the near end from now on, for sending or for both directions."""

@@ -4,38 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.protocol.messages import RelayHello
 from decoupled_diloco.syncer.relay_connections import RelayConnections, RelaySession
+from decoupled_diloco.transport.interface import Peer, Stats
 from decoupled_diloco.transport.limits import Limits
-
-
-class Line:
-    """A channel on which nothing arrives until it closes, as closing does: not at once."""
-
-    peer = SimpleNamespace(represents=(), address="here", principal="site-a")
-    last_received = -100.0
-
-    def __init__(self) -> None:
-        self._end = asyncio.Event()
-
-    @property
-    def closed(self) -> bool:
-        return self._end.is_set()
-
-    def send(self, message: Any) -> None:
-        """Ignore the answer."""
-
-    async def receive(self) -> Any:
-        await self._end.wait()
-        raise TransportError("closed")
-
-    async def close(self, reason: str = "") -> None:
-        self._end.set()
-        await asyncio.sleep(0)
+from memory_transport import MemoryChannel, MemoryNetwork
 
 
 async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() -> None:
@@ -43,10 +19,10 @@ async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() 
     heard: list[str] = []
 
     def begins(session: RelaySession) -> None:
-        heard.append(f"begins {session.hello.nonce} {session.hello.shard}")
+        heard.append(f"begins {session.hello.shard}")
 
     def ends(session: RelaySession) -> None:
-        heard.append(f"ends {session.hello.nonce} {session.hello.shard}")
+        heard.append(f"ends {session.hello.shard}")
 
     async def child(channel: Any) -> None:
         raise AssertionError("no child dials")
@@ -55,23 +31,23 @@ async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() 
         child, Limits(), begins=begins, received=lambda name, message: None, ends=ends
     )
 
-    async def dial(line: Line, nonce: str, shard: int) -> None:
-        hello = RelayHello("site-a", nonce, shard, ())
+    async def dial(channel: MemoryChannel, shard: int) -> None:
+        hello = RelayHello("site-a", "nonce", shard, ())
         with contextlib.suppress(TransportError):
-            await relays.serve(cast("Any", line), hello, lambda name: hello)
+            await relays.serve(channel, hello, lambda name: hello)
 
-    lines = [Line() for _ in range(3)]
-    tasks = [asyncio.create_task(dial(lines[0], "before", 2))]
+    peer = Peer("site-a", "relay", "here")
+    channels = [MemoryChannel(MemoryNetwork(), peer, Limits(), Stats()) for _ in range(3)]
+    older, first, second = channels
+    tasks = [asyncio.create_task(dial(older, 0))]
     await asyncio.sleep(0)
-    tasks += [
-        asyncio.create_task(dial(lines[1 + n], "now", shard)) for n, shard in enumerate((2, 0))
-    ]
+    tasks += [asyncio.create_task(dial(first, 1)), asyncio.create_task(dial(second, 2))]
     for _ in range(20):
         await asyncio.sleep(0)
-    begun = ["begins before 2", "ends before 2", "begins now 2", "ends now 2", "begins now 0"]
+    begun = ["begins 0", "ends 0", "begins 1", "ends 1", "begins 2"]
     assert heard == begun
-    assert [line.closed for line in lines] == [True, True, False]
-    await lines[2].close()
+    assert [channel.closed for channel in channels] == [True, True, False]
+    await second.close()
     await asyncio.gather(*tasks)
-    assert heard == [*begun, "ends now 0"]
+    assert heard == [*begun, "ends 2"]
     assert relays.sessions == {}
