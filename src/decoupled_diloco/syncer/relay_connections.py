@@ -64,7 +64,10 @@ class RelayConnections:
         self._ends = ends
 
     async def serve(
-        self, channel: Channel, hello: messages.RelayHello, accepted: Callable[[str], Any]
+        self,
+        channel: Channel,
+        hello: messages.RelayHello,
+        accepted: Callable[[str], messages.RelayAccepted],
     ) -> None:
         """Serve a relay's connection until it closes.
 
@@ -74,10 +77,16 @@ class RelayConnections:
             accepted: Returns the answer to it, given the name of the connection.
 
         Raises:
-            ProtocolError: A message is malformed, or the name is in use.
+            ProtocolError: A message is malformed, the name is in use, or another shard is meant.
             TransportError: The connection closed.
         """
         name = hello.relay
+        answer = accepted("")
+        if answer.shard != hello.shard:
+            # A relay that starts does not know yet who is where. The answer tells it, and the
+            # connection that it may already have to this shard stays.
+            _send_own(channel, answer)
+            raise ProtocolError(f"this is shard {answer.shard}, not {hello.shard}")
         # Another connection may replace the older one while that closes.
         while (older := self.sessions.get(name)) is not None:
             if older.hello.nonce != hello.nonce and not _is_silent(older.channel):
@@ -123,4 +132,9 @@ def _is_silent(channel: Channel) -> bool:
 
 def refuse_relay(channel: Channel, reason: str) -> None:
     """Send a relay the final reason for which its connection will be closed."""
-    channel.send({"frames": [["own", encode(messages.Refusal(reason, True))]]})
+    _send_own(channel, messages.Refusal(reason, True))
+
+
+def _send_own(channel: Channel, message: messages.Message) -> None:
+    """Send a relay a message on a connection that has no `ServerEnd`."""
+    channel.send({"frames": [["own", encode(message)]]})

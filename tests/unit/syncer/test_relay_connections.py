@@ -6,12 +6,25 @@ import asyncio
 import contextlib
 from typing import Any
 
-from decoupled_diloco.errors import TransportError
-from decoupled_diloco.protocol.messages import RelayHello
+import pytest
+
+from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.protocol.messages import RelayAccepted, RelayHello
+from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.syncer.relay_connections import RelayConnections, RelaySession
 from decoupled_diloco.transport.interface import Peer, Stats
 from decoupled_diloco.transport.limits import Limits
 from memory_transport import MemoryChannel, MemoryNetwork
+
+PEER = Peer("site-a", "relay", "here")
+
+
+def channel_of_relay() -> MemoryChannel:
+    return MemoryChannel(MemoryNetwork(), PEER, Limits(), Stats())
+
+
+async def child(channel: Any) -> None:
+    raise AssertionError("no child dials")
 
 
 async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() -> None:
@@ -24,9 +37,6 @@ async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() 
     def ends(session: RelaySession) -> None:
         heard.append(f"ends {session.hello.shard}")
 
-    async def child(channel: Any) -> None:
-        raise AssertionError("no child dials")
-
     relays = RelayConnections(
         child, Limits(), begins=begins, received=lambda name, message: None, ends=ends
     )
@@ -34,10 +44,9 @@ async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() 
     async def dial(channel: MemoryChannel, shard: int) -> None:
         hello = RelayHello("site-a", "nonce", shard, ())
         with contextlib.suppress(TransportError):
-            await relays.serve(channel, hello, lambda name: hello)
+            await relays.serve(channel, hello, lambda name: RelayAccepted(shard, name, ()))
 
-    peer = Peer("site-a", "relay", "here")
-    channels = [MemoryChannel(MemoryNetwork(), peer, Limits(), Stats()) for _ in range(3)]
+    channels = [channel_of_relay() for _ in range(3)]
     older, first, second = channels
     tasks = [asyncio.create_task(dial(older, 0))]
     await asyncio.sleep(0)
@@ -51,3 +60,31 @@ async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() 
     await asyncio.gather(*tasks)
     assert heard == [*begun, "ends 2"]
     assert relays.sessions == {}
+
+
+async def test_a_relay_that_means_another_shard_keeps_its_connection() -> None:
+    """A relay that starts dials all addresses as shard 0, until one tells it who is where."""
+    ended: list[RelaySession] = []
+    relays = RelayConnections(
+        child,
+        Limits(),
+        begins=lambda session: None,
+        received=lambda name, message: None,
+        ends=ended.append,
+    )
+
+    def accepted(connection: str) -> RelayAccepted:
+        return RelayAccepted(1, connection, ("shard-0:1", "shard-1:1"))
+
+    right, wrong = channel_of_relay(), channel_of_relay()
+    task = asyncio.create_task(relays.serve(right, RelayHello("site-a", "nonce", 1), accepted))
+    await asyncio.sleep(0)
+    with pytest.raises(ProtocolError, match="this is shard 1, not 0"):
+        await relays.serve(wrong, RelayHello("site-a", "nonce", 0), accepted)
+    assert await wrong.receive() == {"frames": [["own", encode(accepted(""))]]}
+    assert relays.sessions["site-a"].channel is right
+    assert not right.closed
+    assert not ended
+    await right.close()
+    with pytest.raises(TransportError):
+        await task
