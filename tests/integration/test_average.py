@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from decoupled_diloco import Observer
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.processes import open_tape, relay_process
+from decoupled_diloco.relay.relay_process import RelayProcess
 from decoupled_diloco.syncer.result import by_name
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco_lab.simulate.training import train_virtually
-from integration.real_system import Model, System, Trainer, equal, parameters, training, until
+from integration.real_system import (
+    PATIENCE_SECONDS,
+    Model,
+    System,
+    Trainer,
+    equal,
+    parameters,
+    patient,
+    training,
+    until,
+)
 
 Make = Callable[..., System]
 
@@ -44,6 +61,67 @@ def test_an_observer_has_the_average_in_a_block(make: Make) -> None:
             offers = shard._server.bodies._offers
             for p in shard.machine.owned:
                 assert offers[f"average/{p}"].taken.keys() == {"watcher"}, "no learner fetches it"
+
+
+@contextlib.contextmanager
+def relay_of(system: System) -> Iterator[RelayProcess]:
+    """A relay in the loop of the shards."""
+
+    header = {"machine": "relay", "relay": "site-a", "settings": system.config.public()}
+
+    tape = open_tape(system.folder, relay_process("site-a"), header)
+
+    def made() -> RelayProcess:
+        return RelayProcess(
+            "site-a",
+            system.dialled,
+            server=lambda on_channel: HttpServer(on_channel=on_channel, pool_bytes=1 << 20),
+            client=lambda principal: HttpClient(),
+            run=system.config.run.name,
+            tape=tape,
+            folder=system.folder / "relays",
+            cache_bytes=1 << 20,
+        )
+
+    relay = system.call(made)
+    running = asyncio.run_coroutine_threadsafe(relay.run(), system.loop)
+    try:
+        until(lambda: relay.health()["shards"] == [0, 1], "it is connected")
+        yield relay
+    finally:
+        system.loop.call_soon_threadsafe(relay.stop)
+        running.result(PATIENCE_SECONDS)
+        tape.close()
+
+
+def test_observers_behind_a_relay_have_the_newest_average(make: Make) -> None:
+    """The relay fetches the average of a version once, and that of a later version again."""
+    system = make(outer={"average": 0.5}, syncer={"shards": 2}, run={"max_steps": 10_000})
+    system.start()
+    with training(Trainer(system, "learner-0")):
+        pass  # the run has a model
+    with relay_of(system) as relay, contextlib.ExitStack() as observers:
+        watched = [Model(seed=5), Model(seed=6)]
+        for number, model in enumerate(watched):
+            name = f"watcher-{number}"
+            observer = Observer(model, relay.address, name=name, timeouts=patient())
+            observers.enter_context(observer)
+
+            def has_average(observer: Observer = observer, model: Model = model) -> bool:
+                observer.pull()
+                expected = averages_of(system)
+                with observer.averaged():
+                    return equal(parameters(model), {n: expected[n] for n in parameters(model)})
+
+            for _ in range(2):
+                rounds = system.rounds() + 12
+                with training(*(Trainer(system, f"learner-{i}") for i in range(2))):
+                    until(lambda least=rounds: system.rounds() > least, "rounds")
+                until(has_average, "the newest average", 10.0)
+        for shard in system.shards.values():
+            offers = shard._server.bodies._offers
+            for p in shard.machine.owned:
+                assert offers[f"average/{p}"].taken.keys() == {"site-a"}
 
 
 def test_a_shard_continues_its_average_after_a_restart(make: Make) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.merge import digest, values_digest
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.messages import average_path
 from decoupled_diloco.transport.interface import Client
 from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload, body_url
 from decoupled_diloco.transport.tokens import RequestRefusal
@@ -24,7 +25,8 @@ class Copies:
     """The published copies that a relay has fetched, and the copies that it passes on.
 
     A copy is fetched when the first child requests it; children that request it meanwhile wait for
-    the same transfer. The most recently used copies stay, up to a limit in bytes.
+    the same transfer. The most recently used copies stay, up to a limit in bytes. A fragment's
+    average stays until the next version is announced, because its path is always the same.
 
     Args:
         bodies: The relay server's data plane.
@@ -51,9 +53,14 @@ class Copies:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._kept: OrderedDict[str, int] = OrderedDict()
         self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._renewed: Counter[str] = Counter()
 
     def announced(self, message: dict[str, Any]) -> None:
-        """Note the size of a published difference that is being announced to children."""
+        """Note a version that is being announced to children: its size, and its new average."""
+        average = average_path(message["fragment"]).lstrip("/")
+        self._renewed[average] += 1
+        if self._kept.pop(average, None) is not None:
+            self._bodies.withdraw(average)
         url, nbytes = message.get("difference"), message.get("difference_nbytes")
         if isinstance(url, str) and isinstance(nbytes, int) and url and nbytes:
             self._sizes[url] = nbytes
@@ -77,10 +84,14 @@ class Copies:
 
     async def _fetch(self, key: str) -> None:
         kind, _, rest = key.partition("/")
-        if self._sender_of(key) is None or kind not in ("whole", "difference", "relay"):
+        if self._sender_of(key) is None or kind not in ("whole", "difference", "average", "relay"):
             return
         try:
-            body, digest = await self._got(key, kind, rest)
+            while True:
+                renewed = self._renewed[key]
+                body, digest = await self._got(key, kind, rest)
+                if renewed == self._renewed[key]:
+                    break
         except TransportError as error:
             raise RequestRefusal(503, f"the relay cannot fetch {key}: {error}") from None
         except ProtocolError as error:
@@ -94,8 +105,9 @@ class Copies:
             nbytes = plan.whole_nbytes(int(rest.partition("/")[0]))
         body = memoryview(bytearray(nbytes or await self._client.size(url, base=base)))
         stats = await self._client.get(url, body, base=base)
+        # The digest of an average is its version.
         # break: relay-keeps-corrupt-copy
-        if stats.digest != _digest_of(kind, body):
+        if kind != "average" and stats.digest != _digest_of(kind, body):
             raise TransportError("it arrived with another digest")
         return body, stats.digest
 
@@ -111,7 +123,7 @@ class Copies:
             return 0
         parts = rest.split("/")
         text = parts[1] if kind == "copy" and len(parts) == 4 else parts[0]
-        known = kind in ("copy", "whole", "difference") and text.isdigit()
+        known = kind in ("copy", "whole", "difference", "average") and text.isdigit()
         return int(text) if known and int(text) < len(self.plan.fragments) else None
 
     def _keep(self, key: str, body: memoryview, digest: str) -> None:
