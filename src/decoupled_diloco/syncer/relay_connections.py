@@ -83,8 +83,8 @@ class RelayConnections:
         name = hello.relay
         answer = accepted("")
         if answer.shard != hello.shard:
-            # A relay that starts does not know yet who is where. The answer tells it, and the
-            # connection that it may already have to this shard stays.
+            # A starting relay does not know the shards' addresses yet. The answer has them, and a
+            # connection that the relay already has to this shard stays.
             _send_own(channel, answer)
             raise ProtocolError(f"this is shard {answer.shard}, not {hello.shard}")
         # Another connection may replace the older one while that closes.

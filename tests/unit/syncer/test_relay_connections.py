@@ -63,7 +63,7 @@ async def test_of_two_connections_that_replace_an_older_one_exactly_one_stays() 
 
 
 async def test_a_relay_that_means_another_shard_keeps_its_connection() -> None:
-    """A relay that starts dials all addresses as shard 0, until one tells it who is where."""
+    """A relay that starts dials all addresses as shard 0, until one tells it the addresses."""
     ended: list[RelaySession] = []
     relays = RelayConnections(
         child,
