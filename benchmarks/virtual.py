@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any, TypeVar
@@ -126,6 +127,12 @@ def global_steps(speeds: Sequence[float], steps: int) -> int:
     return round(steps / sum(min(speeds) / speed for speed in speeds))
 
 
+def tokens_per_step(workload: Workload, learners: int) -> float:
+    """Return the tokens of a step of all learners: the mean of several, as utterances differ."""
+    parts = (islice(workload.batches(part, learners), 16) for part in range(learners))
+    return learners * statistics.fmean(workload.tokens(batch) for part in parts for batch in part)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run: number of learners (data-parallel: regions), batch and settings.
@@ -177,8 +184,7 @@ class Cell:
             between, repair = self.chaos
             size = {**size, "total_steps": round(self.steps * (1 + repair / between))}
             workload = load_workload(self.workload, {**size, "batch_size": batch, **self.options})
-            tokens = workload.tokens(next(workload.batches(0, self.learners)))
-            budget = {"max_tokens": self.steps * self.learners * tokens}
+            budget = {"max_tokens": round(self.steps * tokens_per_step(workload, self.learners))}
             learner = {"checkpoint_interval_seconds": CHECKPOINT_SECONDS}
         return RunConfig(
             run={"learners": self.learners, "seed": seed, **budget},

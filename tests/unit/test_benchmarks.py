@@ -56,6 +56,21 @@ def test_the_published_methods_have_the_properties_of_their_kind(
         lab.check(methods.isotropic)  # it changes any matrix whose singular values differ
 
 
+def test_runs_with_failures_have_the_tokens_of_those_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Utterances differ in length: a budget of the first batch was 42 % too high with 16."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    virtual = load("virtual")
+    speech = load_workload("speech", {"batch_size": 4})
+    batches = speech.batches(0, 1)
+    taken = 2 * sum(speech.tokens(next(batches)) for _ in range(48)) / 48
+    assert virtual.tokens_per_step(speech, 2) == pytest.approx(taken, rel=0.1)
+    first = virtual.Cell(learners=2, workload="speech", chaos=(50.0, 25.0)).config(1)
+    second = virtual.Cell(learners=16, workload="speech", chaos=(50.0, 25.0)).config(1)
+    assert first.run.max_tokens == pytest.approx(second.run.max_tokens, rel=0.05)
+
+
 def test_an_isotropic_merge_has_equal_singular_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     vectors = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
