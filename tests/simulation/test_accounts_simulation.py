@@ -25,7 +25,7 @@ SEEDS = range(160)
 * A shard's disk has lost a synced merge, so that its contributions are open again.
 """
 
-BATCHES = 8
+BATCHES = 4
 
 INEXACT: set[int] = set()
 """Worlds in which learners and shards disagree for a known reason."""
@@ -74,8 +74,8 @@ def test_accounts_add_up(
         some_merged += compare_with_shards(seed, history, account, scene) if whole else 1
         restarted += any(host.life > 1 for host in scene.system.shard_processes)
     assert len(INEXACT) <= len(SEEDS) // 20
-    assert some_merged >= 5
-    assert restarted >= 3
+    assert some_merged >= 10
+    assert restarted >= 5
 
 
 def compare_with_shards(seed: int, history: RunModel, account: RunAccount, scene: Scene) -> bool:

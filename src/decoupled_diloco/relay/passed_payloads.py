@@ -20,6 +20,9 @@ from decoupled_diloco.transport.tokens import RequestRefusal
 ANNOUNCED_MAX = 1 << 14
 """Announced sizes that are kept; the oldest are forgotten first."""
 
+FETCHES_MAX = 3
+"""Number of fetches of an average, each because a newer version was announced during the last."""
+
 
 class Copies:
     """The published copies that a relay has fetched, and the copies that it passes on.
@@ -87,16 +90,17 @@ class Copies:
         if self._sender_of(key) is None or kind not in ("whole", "difference", "average", "relay"):
             return
         try:
-            while True:
+            for _ in range(FETCHES_MAX):
                 renewed = self._renewed[key]
                 body, digest = await self._got(key, kind, rest)
                 if renewed == self._renewed[key]:
-                    break
+                    self._keep(key, body, digest)
+                    return
         except TransportError as error:
             raise RequestRefusal(503, f"the relay cannot fetch {key}: {error}") from None
         except ProtocolError as error:
             raise RequestRefusal(410, f"the relay cannot fetch {key}: {error}") from None
-        self._keep(key, body, digest)
+        raise RequestRefusal(503, f"a newer {key} follows during each fetch: try again later")
 
     async def _got(self, key: str, kind: str, rest: str) -> tuple[memoryview, str]:
         url, base, plan = body_url(key), self._address_of(self._sender_of(key) or 0), self.plan
