@@ -34,7 +34,7 @@ SLOWER := $(wildcard $(addprefix tests/unit/,chaos engines export goodput launch
 	learner/test_many_tensors.py test_benchmarks.py test_doctests_unit.py))
 OTHERS := $(filter-out $(FAST) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) $(SLOWER)
 
-test: $(STAMP) $(AZURITE) check  ## every feature and every deliberate break, in at most 20 minutes on two cores
+test: $(STAMP) $(AZURITE) check  ## every feature and every deliberate break, in about 25 minutes on two cores
 	$(BIN)/pytest -q $(JOBS) -m "not long" $(OTHERS)
 
 test-long: $(STAMP) $(AZURITE)  ## the other tests, in less than an hour: before a release
